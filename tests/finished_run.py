@@ -196,7 +196,7 @@ PREFERENCES = evaluation.PreferenceScore(pairs=1200, base_accuracy=0.5, tuned_ac
 REWARD_MODEL = evaluation.RewardModelScore(
     pairs=1200, accuracy=0.875, margin=1.25, chosen=0.75, rejected=-0.5, smallest=-3.0, largest=4.0
 )
-_RATED = {"base": None, "tuned": None, "reward_model": REWARD_MODEL, "samples": [], "tasks": []}
+_RATED: dict[str, Any] = {"base": None, "tuned": None, "reward_model": REWARD_MODEL, "samples": [], "tasks": []}
 RATED = EVALUATED.model_copy(update=_RATED)
 COMPLETIONS = evaluation.CompletionScore(
     desirable=700, undesirable=500, rewards=MeanRewards(chosen=0.25, rejected=-1.0, margins=1.25), accuracy=0.875

@@ -86,8 +86,8 @@ def copy_aux_files(
                 copy = target / path.relative_to(folder)
                 write_bytes(copy, _own_file(folder, path).read_bytes())
     changes = [] if tokenizer is None else [f"The training added tokens: the tokenizer is that of {tokenizer}."]
-    template = find_changed_template(base, trained)
-    if template is not None:
+    template = next((one for one in map(_template, trained) if one is not None), None)
+    if template is not None and template != _template(base):
         write_text(target / _TEMPLATE, template)
         changes.append("The training changed the chat template: the model has the new one.")
     if adapter is None and (token := find_new_padding(base, trained)) is not None:
@@ -155,12 +155,6 @@ def _tokens(folder: Path) -> dict[str, int]:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"Cannot read the tokenizer in {folder}: {error}. Copy it again.") from None
-
-
-def find_changed_template(base: Path, trained: Sequence[Path]) -> str | None:
-    """Return the chat template of the first folder of ``trained`` that has one, if the base model's is another."""
-    template = next((one for one in map(_template, trained) if one is not None), None)
-    return template if template != _template(base) else None
 
 
 def find_new_padding(base: Path, trained: Sequence[Path]) -> str | None:

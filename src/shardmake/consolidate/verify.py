@@ -154,7 +154,9 @@ def verify_loaded(
     stored, used = found.contents.tensors, set(huggingface.shard_names(model))
     weights = {path.name for suffix in ("safetensors", "bin") for path in model.glob(f"*.{suffix}")}
     merged = {name: entry for name, entry in found.files.items() if name != MODEL_CARD}
-    declared, held = _declared_type(model), {torch_name(it.dtype) for it in stored.values() if it.dtype in CONVERTIBLE}
+    config = read_object(model / "config.json") if (model / "config.json").is_file() else {}  # an adapter has none
+    declared = str(config.get("dtype") or config.get("torch_dtype") or "")
+    held = {torch_name(it.dtype) for it in stored.values() if it.dtype in CONVERTIBLE}
     misdeclared = declared and held and declared not in held
     problems = [
         *loading.problems(accepted),
@@ -189,15 +191,6 @@ def verify_loaded(
         files=found.files,
         compared_with=None,
     )
-
-
-def _declared_type(model: Path) -> str | None:
-    """Return the type in config.json; None if it names none, or without a config, as for an adapter."""
-    if not (model / "config.json").is_file():
-        return None
-    config = read_object(model / "config.json")
-    declared = config.get("dtype") or config.get("torch_dtype")
-    return str(declared) if declared else None
 
 
 def _sums_problems(model: Path, files: Collection[str]) -> list[str]:

@@ -58,19 +58,17 @@ def explain_os_error(error: OSError, folder: Path) -> ShardmakeError:
     kind = DiskFullError if number in (errno.ENOSPC, errno.EDQUOT) else ShardmakeError
     if number not in _REASONS or path is None:
         place = f" {_text(path)}" if path is not None else ""
-        return kind(f"A file or network operation failed{':' if place else ''}{place}. {_sentence(error)}")
+        text = str(error.strerror or error).strip() or type(error).__name__
+        return kind(
+            f"A file or network operation failed{':' if place else ''}{place}. {text.removesuffix('.')}. "
+            "Check the place that it names, and run the command again."
+        )
     why, what_to_do = _REASONS[number]
     return kind(f"Cannot use {_text(path)}. {why} {what_to_do}")
 
 
 def _text(path: object) -> str:
     return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
-
-
-def _sentence(error: OSError) -> str:
-    """Return the library's or the operating system's own text."""
-    text = str(error.strerror or error).strip() or type(error).__name__
-    return f"{text}{'' if text.endswith('.') else '.'} Check the place that it names, and run the command again."
 
 
 def is_full_gpu(error: BaseException) -> bool:

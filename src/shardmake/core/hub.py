@@ -186,14 +186,11 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
         reason = first_line(error)
         away = f"{otherwise}\n{_NO_NETWORK}" if _unreached(error) else None
         known = UNTRUSTED if is_untrusted(error) else away
-        todo = known or advice.get(_status_to_explain(error, reason), otherwise)
+        status = 0 if _is_expired_address(error) else status_of(error) or 0
+        if status == 403 and "storage" in reason.lower():  # for a full account, which has the advice for 402
+            status = 402
+        todo = known or advice.get(status, otherwise)
         raise HubError(f"{what} failed: {reason}\n{todo}") from error
-
-
-def _status_to_explain(error: BaseException, reason: str) -> int:
-    """Return the HTTP status, or 0. The hub sends 403 for a full account as well; this returns 402 for it."""
-    status = 0 if _is_expired_address(error) else status_of(error) or 0
-    return 402 if status == 403 and "storage" in reason.lower() else status
 
 
 def first_line(error: BaseException) -> str:

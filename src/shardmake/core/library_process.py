@@ -199,21 +199,17 @@ def _answer(parent: int, module: str, request: Any, folder: str) -> bytes:
     os.chdir(folder)
     if os.getppid() != parent:
         sys.exit(1)
-    try:
-        return json.dumps(_answer_or_explain(module, request)).encode()
-    finally:
-        private(atexit).run_exitfuncs()
-
-
-def _answer_or_explain(module: str, request: Any) -> dict[str, Any]:
     answer = import_module(module).answer
     try:
-        return {"answer": answer(request)}
+        found = {"answer": answer(request)}
     except Exception as error:
         known = explain(error, Path())
         if known is None:
             raise
-        return {"error": type(known).__name__, "message": str(known)}
+        found = {"error": type(known).__name__, "message": str(known)}
+    finally:
+        private(atexit).run_exitfuncs()
+    return json.dumps(found).encode()
 
 
 if __name__ == "__main__":

@@ -200,7 +200,10 @@ def _parent(path: Path, *, make: bool = False) -> Iterator[tuple[int, str]]:
         folder = os.open(start, _OPEN | (os.O_NOFOLLOW if root else 0))
         try:
             for part in path.parent.relative_to(start).parts:
-                above, folder = folder, _enter(folder, part, make)
+                if make:
+                    with contextlib.suppress(OSError):  # NFS may refuse to create before it finds that it is there
+                        os.mkdir(part, dir_fd=folder)
+                above, folder = folder, os.open(part, _OPEN | os.O_NOFOLLOW, dir_fd=folder)
                 os.close(above)
             yield folder, path.name
         finally:
@@ -212,13 +215,6 @@ def _parent(path: Path, *, make: bool = False) -> Iterator[tuple[int, str]]:
         if isinstance(error.filename, str):
             error.filename = str(path.parent / error.filename)  # which stays as it is if it is a whole path
         raise
-
-
-def _enter(folder: int, name: str, make: bool) -> int:
-    if make:
-        with contextlib.suppress(OSError):  # NFS may refuse to create before it finds that the folder is there
-            os.mkdir(name, dir_fd=folder)
-    return os.open(name, _OPEN | os.O_NOFOLLOW, dir_fd=folder)
 
 
 def _root_of(path: Path) -> Path | None:

@@ -30,7 +30,16 @@ def describe_engine(model: Any, precision: str) -> Engine:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     class_name = type(model).__name__
     if is_deepspeed_engine(model):
-        return Engine(engine=DEEPSPEED, world_size=world_size, **_describe_deepspeed(model))
+        return Engine(
+            engine=DEEPSPEED,
+            world_size=world_size,
+            zero_stage=model.zero_optimization_stage(),
+            dtype=compute_dtype(model, "no"),
+            gradient_dtype=dtype_name(model.get_data_types()[1]),
+            offload_optimizer=_device(model.zero_offload_optimizer()),
+            offload_param=_device(model.zero_offload_param()),
+            tensor_parallel=max(1, model.autotp_size()),
+        )
     library = DDP if class_name == "DistributedDataParallel" or world_size == 1 else class_name
     described: dict[str, Any] = {}
     if class_name.startswith("FSDP"):
@@ -59,17 +68,6 @@ def compute_dtype(model: Any, precision: str) -> str:
     if not is_deepspeed_engine(model):
         return _DTYPES[precision]
     return "bfloat16" if model.bfloat16_enabled() else "float16" if model.fp16_enabled() else "float32"
-
-
-def _describe_deepspeed(engine: Any) -> dict[str, Any]:
-    return {
-        "zero_stage": engine.zero_optimization_stage(),
-        "dtype": compute_dtype(engine, "no"),
-        "gradient_dtype": dtype_name(engine.get_data_types()[1]),
-        "offload_optimizer": _device(engine.zero_offload_optimizer()),
-        "offload_param": _device(engine.zero_offload_param()),
-        "tensor_parallel": max(1, engine.autotp_size()),
-    }
 
 
 def dtype_name(dtype: Any) -> str:

@@ -34,11 +34,7 @@ def whole_tokens(count: Any) -> Any:
 
 def count_whole_tokens(trainer: type[Any]) -> None:
     """Let the class ``trainer`` of a script pass the count of a step's tokens as an integer."""
-
-    def count_whole(count: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return whole_tokens(count(*args, **kwargs))
-
-    wrap(private(trainer), "get_num_items_in_batch", count_whole)
+    wrap(private(trainer), "get_num_items_in_batch", lambda count, /, *args, **more: whole_tokens(count(*args, **more)))
 
 
 def set_script_policy(plugin: type[Any], expected: Engine) -> None:

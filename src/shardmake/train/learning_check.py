@@ -54,7 +54,7 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
     # ZeRO drops an empty group of weights that decay; `ds_shape` is the shape of a weight that ZeRO-3 has sharded.
     dimensions = {len(getattr(p, "ds_shape", p.shape)) for p in model.parameters() if p.requires_grad}
     first, dtype = optimizer.param_groups[0], compute_dtype(model, built.precision)
-    betas = first.get("betas")
+    betas, is_transformers_own = first.get("betas"), isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
     return LearningSettings(
         optimizer=type(optimizer).__name__,
         learning_rate=float(first.get("initial_lr", first["lr"])),
@@ -62,7 +62,7 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
         epsilon=first["eps"] if betas else None,
         weight_decay=max(decays) if any(size > 1 for size in dimensions) else arguments.weight_decay,
         decays_vectors=max(decays) > 0 and 0.0 not in decays and any(size < 2 for size in dimensions),
-        schedule=_schedule(scheduler, arguments),
+        schedule=str(arguments.lr_scheduler_type.value) if is_transformers_own else type(scheduler).__name__,
         warmup_steps=arguments.get_warmup_steps(built.steps),
         steps=built.steps,
         group_rates=sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}),
@@ -132,12 +132,6 @@ def _unwrapped(wrapper: Any, attribute: str) -> Any:
     while hasattr(wrapper, attribute):
         wrapper = getattr(wrapper, attribute)
     return wrapper
-
-
-def _schedule(scheduler: Any, arguments: TrainingArguments) -> str:
-    """Return transformers' name, or the class of a scheduler that transformers did not build."""
-    is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
-    return str(arguments.lr_scheduler_type.value) if is_ours else type(scheduler).__name__
 
 
 def _autocast(built: BuiltTraining, deepspeed: bool, dtype: str) -> str | None:

@@ -95,12 +95,9 @@ def name_checkpointed_adapters(tuners_utils: Any) -> None:
     effect.
     """
     part = private(private_module("checkpoint_wrapper")).CHECKPOINT_PREFIX
-
-    def find_as_weights(find: Any, *arguments: Any, **options: Any) -> set[str]:
-        return {prefix.replace(part, "") for prefix in find(*arguments, **options)}
-
-    if not hasattr(private(tuners_utils).get_tuner_state_dict_key_prefixes, "__wrapped__"):
-        wrap(private(tuners_utils), "get_tuner_state_dict_key_prefixes", find_as_weights)
+    name = "get_tuner_state_dict_key_prefixes"
+    if not hasattr(getattr(private(tuners_utils), name), "__wrapped__"):
+        wrap(private(tuners_utils), name, lambda find, *a, **more: {one.replace(part, "") for one in find(*a, **more)})
 
 
 def share_rows(accelerator: Any, group_size: int) -> None:

@@ -213,7 +213,8 @@ def check_names(model: torch.nn.Module, names: Any) -> None:
     missing, unexpected = set(names.missing_keys), set(names.unexpected_keys)
     if hasattr(model, "peft_config"):
         missing &= trained
-        unexpected = {name for name in unexpected if not any(part in parameters for part in _with_parents(name))}
+        parents = {name: accumulate(name.split("."), "{}.{}".format) for name in unexpected}
+        unexpected = {name for name, above in parents.items() if parameters.keys().isdisjoint(above)}
     held = {id(parameter) for name, parameter in parameters.items() if name not in missing}
     missing = {name for name in missing if id(parameters.get(name)) not in held}  # the other name of a tied weight
     if missing or unexpected:
@@ -222,10 +223,6 @@ def check_names(model: torch.nn.Module, names: Any) -> None:
             f"{_count('not part of the model', unexpected)}training would continue with other weights. Resume with the "
             "version of transformers that wrote the checkpoint, or from an older checkpoint."
         )
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _count(kind: str, names: set[str]) -> str:

@@ -85,9 +85,7 @@ CLASSIFIER = '{"architectures": ["LlamaForSequenceClassification"]}'
     ],
     ids=["new", "base has one", "not a classifier"],
 )
-def test_a_classifier_keeps_the_padding_token_of_its_training(
-    place: Path, config: str, base: str, expected: str | None
-) -> None:
+def test_a_classifier_keeps_its_padding_token(place: Path, config: str, base: str, expected: str | None) -> None:
     write(place / "trained", {"config.json": config, "tokenizer_config.json": '{"pad_token": "</s>"}'})
     write(
         place / "base", {base: '{"pad_token": {"content": "<pad>"}}' if base.startswith("special") else PUBLISHED[base]}

@@ -86,9 +86,7 @@ def test_every_output_byte_is_compared(checkpoint: Path, tmp_path: Path) -> None
     ("byte", "what"),
     [(-1, "changed after it was written: [abc] is not what the checkpoint gave"), (20, "is not a complete")],
 )
-def test_bit_that_flips_between_a_kill_and_the_next_merge(
-    checkpoint: Path, tmp_path: Path, byte: int, what: str
-) -> None:
+def test_bit_that_flips_between_kill_and_next_merge(checkpoint: Path, tmp_path: Path, byte: int, what: str) -> None:
     kill_after(2, checkpoint, tmp_path / "model")
     finished = sorted((tmp_path / ".model.partial").glob("model-*.safetensors"))
     assert len(finished) == 2
@@ -108,9 +106,7 @@ def test_damaged_journal(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / ".model.partial").exists()
 
 
-def test_bit_that_flips_on_the_way_to_the_disk(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bit_that_flips_before_the_disk(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = writer.OutputFile.sync
 
     def damage(self: writer.OutputFile) -> None:

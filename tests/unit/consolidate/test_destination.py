@@ -148,9 +148,7 @@ def test_no_error_leaves_the_staging_folder(error: Exception, monkeypatch: pytes
     assert sorted(path.name for path in Path().iterdir()) == ["base", "run"]
 
 
-def test_interrupted_merge_says_where_it_resumes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_interrupted_merge_names_its_folder(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def interrupt(*_: object) -> LoadingReport:
         raise KeyboardInterrupt
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ from shardmake.core.library_process import LibraryProcess
 from shardmake.memory import cache
 from shardmake.memory.families import FAMILIES
 from tests.any_environment import AnyEnvironment
+from tests.finished_run import make_run
 
 
 def test_check_runs_in_a_neutral_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +126,7 @@ def test_architecture_is_a_model_class(name: str) -> None:
         loading.find_class(Path("model"), config, trust_remote_code=True)
 
 
-def test_converter_of_tensor_parallel_parts_runs_in_a_neutral_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_converter_of_parallel_parts_runs_in_a_neutral_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checkpoint" / "global_step2").mkdir(parents=True)
     (tmp_path / "checkpoint" / "global_step2" / "mp_rank_01_model_states.pt").touch()
     started: list[Any] = []
@@ -154,13 +154,19 @@ def test_report_on_a_family_is_that_of_transformers(kind: str, tied: bool, tmp_p
     report = loading.written_report(tmp_path, tmp_path, None)
     assert report == loading.load(tmp_path, False, layout=tmp_path) and bool(report.ties) == tied
     path = tmp_path / "config.json"
-    for key, value in {
-        "num_hidden_layers": 3,
-        "hidden_act": "silv",
-        "architectures": ["Other"],
-        "vocab_size": "x",
-    }.items():
-        text = path.read_text()
-        path.write_text(json.dumps({**json.loads(text), "hidden_activation": None, key: value}))
+    config = json.loads(path.read_text()) | {"hidden_activation": None}
+    others = {"num_hidden_layers": 3, "hidden_act": "silv", "architectures": ["Other"], "vocab_size": "x"}
+    for key, value in others.items():
+        path.write_text(json.dumps(config | {key: value}))
         assert loading.written_report(tmp_path, tmp_path, None) is None, "transformers is asked"
-        path.write_text(text)
+
+
+def test_the_base_is_that_of_the_config_or_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, repository = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--lab--base"
+    for folder in (snapshot := repository / "snapshots" / commit, repository / "refs"):
+        folder.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    found = [stage.base_folder(make_run(model=name)) for name in (str(tmp_path), "lab/base", "lab/other")]
+    assert found == [tmp_path, snapshot, None]

@@ -29,8 +29,6 @@ from shardmake.consolidate import blocks, layout, stream, writer
 from shardmake.consolidate.blocks import PAGE, Block, Converter, page_aligned
 from shardmake.consolidate.layout import PlannedTensor, plan_shards
 from shardmake.consolidate.writer import ShardWriter
-from shardmake.core.errors import ConfigError
-from shardmake.core.units import parse_size
 
 SHAPE = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 GROUPS = st.lists(st.lists(SHAPE, min_size=1, max_size=5), min_size=1, max_size=3)
@@ -99,19 +97,6 @@ def test_shards_hold_every_tensor_once_with_correct_headers(kinds: list[tuple[An
             assert entry.offset % ITEM_SIZE[entry.dtype] == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("2GiB", 2 << 30), ("1.5kb", 1500)]
-)
-def test_parse_size(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "5 apples", "-1GB", "0GB", "GB"])
-def test_invalid_size_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="Cannot parse the size"):
-        parse_size(text)
-
-
 def named_tensors(groups: list[list[tuple[int, ...]]]) -> list[OrderedDict[str, torch.Tensor]]:
     values = torch.arange(1.0, 1e6)
     made, at = [], 0
@@ -154,11 +139,8 @@ def test_zero3_merges_any_shapes(groups: list[list[tuple[int, ...]]], world: int
         folder = Path(root)
         for rank in range(world):
             flat = [torch.cat([_part(t, rank, world) for t in group.values()]) for group in params]
-            state = {
-                "zero_stage": 3,
-                "partition_count": world,
-                "fp32_flat_groups": flat if subgroups else [torch.cat(flat)],
-            }
+            groups_of_rank = flat if subgroups else [torch.cat(flat)]
+            state = {"zero_stage": 3, "partition_count": world, "fp32_flat_groups": groups_of_rank}
             torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
             model = model_state(params, {name: torch.empty(0) for group in params for name in group})
             torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
@@ -179,12 +161,8 @@ def test_zero2_merges_any_shapes(groups: list[list[tuple[int, ...]]], world: int
     params = named_tensors(groups)
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
-        vectors, paddings = [], []
-        for group in params:
-            vectors.append(
-                torch.cat([torch.cat([t.reshape(-1), torch.full((padding,), -7.0)]) for t in group.values()])
-            )
-            paddings.append([padding] * len(group))
+        gap, paddings = torch.full((padding,), -7.0), [[padding] * len(group) for group in params]
+        vectors = [torch.cat([part for t in group.values() for part in (t.reshape(-1), gap)]) for group in params]
         for rank in range(world):
             slices = []
             for vector in vectors:

@@ -75,12 +75,7 @@ def test_differing_files_are_named(checkpoint: Path) -> None:
     (checkpoint / "states" / "new.pt").touch()
     with pytest.raises(CheckpointError) as found:
         check_recorded([checkpoint], [rank, checkpoint / "states" / "new.pt", Path("/elsewhere/model")], 2)
-    for problem in (
-        "rank.pt has another content",
-        "notes.txt has 9 bytes instead of 4",
-        ".distcp is missing",
-        "new.pt was added after the save",
-    ):
+    for problem in ("rank.pt has another", "notes.txt has 9 bytes", ".distcp is missing", "new.pt was added after"):
         assert problem in str(found.value)
     assert "elsewhere" not in str(found.value)
 

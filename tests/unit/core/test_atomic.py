@@ -31,9 +31,7 @@ def test_an_unchanged_file_keeps_its_time(tmp_path: Path) -> None:
     assert path.read_text() == "u" and path.stat().st_mtime != 1
 
 
-def test_a_failed_write_leaves_the_old_file_and_a_full_disk_is_reported_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_and_names_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill_up(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -119,9 +119,7 @@ def speak_tls(server: http.server.ThreadingHTTPServer, authority: Path) -> str:
     return f"https://localhost:{server.server_port}"
 
 
-def test_a_private_authority_is_named_and_served(
-    tmp_path: Path, authority: Path, server: http.server.ThreadingHTTPServer
-) -> None:
+def test_a_private_authority_is_named(tmp_path: Path, authority: Path, server: http.server.ThreadingHTTPServer) -> None:
     endpoint = speak_tls(server, authority)
     verdict, found, advice, fetched, calls = ask(tmp_path, HF_ENDPOINT=endpoint, REQUESTS_CA_BUNDLE=str(authority))
     assert (verdict, calls) == ("warning", 1) and "CERTIFICATE_VERIFY_FAILED" in found

@@ -65,12 +65,9 @@ def run(request: Any, environment: dict[str, str]) -> Any:
     return run_module("child_module", request, environment)
 
 
-def test_an_error_of_the_user_keeps_its_class_and_message(environment: dict[str, str]) -> None:
+def test_errors_of_the_user_and_of_the_system_keep_class_and_message(environment: dict[str, str]) -> None:
     with pytest.raises(ModelError, match=r"^not a model\nUse another one\.$"):
         run("refuse", environment)
-
-
-def test_an_error_of_the_system_becomes_one_of_the_user(environment: dict[str, str]) -> None:
     with pytest.raises(ShardmakeError, match=r"Cannot use base/config\.json\. Permission was denied"):
         run("denied", environment)
 
@@ -122,9 +119,7 @@ def ask(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
         ("kill", r"child_module was killed, most likely because the memory was used up:"),
     ],
 )
-def test_a_request_that_fails_leaves_the_next_one_its_process(
-    request_: str, message: str, ask: Callable[..., Any]
-) -> None:
+def test_a_request_that_fails_leaves_the_process_intact(request_: str, message: str, ask: Callable[..., Any]) -> None:
     before = ask("state")
     with pytest.raises(RuntimeError, match=message):
         ask(request_)

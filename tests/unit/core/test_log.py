@@ -19,9 +19,7 @@ def log_all() -> None:
 
 
 @pytest.mark.parametrize(("rank", "prefix"), [(None, ""), (3, "[rank 3] ")])
-def test_warnings_go_to_stderr_and_each_rank_has_a_prefix(
-    capsys: pytest.CaptureFixture[str], rank: int | None, prefix: str
-) -> None:
+def test_warnings_go_to_stderr_with_a_rank(capsys: pytest.CaptureFixture[str], rank: int | None, prefix: str) -> None:
     configure_logging(rank=rank)
     log_all()
     assert capsys.readouterr() == (f"{prefix}100 % of [data]\n", f"{prefix}WARNING: almost full\n")

@@ -19,9 +19,7 @@ def test_sums_are_equal_after_writing_and_reading(manifest: dict[str, FileRecord
 
 
 @given(MANIFESTS, MANIFESTS)
-def test_no_difference_means_that_every_file_is_equal(
-    expected: dict[str, FileRecord], found: dict[str, FileRecord]
-) -> None:
+def test_no_difference_means_equal_files(expected: dict[str, FileRecord], found: dict[str, FileRecord]) -> None:
     assert (differences(expected, found) == []) == (expected.items() <= found.items())
 
 

@@ -1,4 +1,4 @@
-"""Child processes: import path, deadlines."""
+"""Child processes: import path, deadlines, answers of nvidia-smi."""
 
 import os
 import subprocess
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from shardmake.core import process
 from shardmake.core.errors import DataError, ShardmakeError
-from shardmake.core.process import absolute_python_path, wait_for_output, within_limits
+from shardmake.core.process import absolute_python_path, ask_nvidia_smi, query_gpus, wait_for_output, within_limits
+from tests.programs import install_programs
 
 
 def test_path_of_a_child_in_another_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -31,14 +33,14 @@ def test_output_counts_only_with_status_0() -> None:
 
 def test_a_process_that_cannot_be_killed_does_not_block_the_caller() -> None:
     """A process in a call to a broken driver gets the signal but does not end."""
-    process = subprocess.Popen(["sleep", "5"], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(["sleep", "5"], stdout=subprocess.PIPE, text=True)
     killed: list[bool] = []
-    process.kill = lambda: killed.append(True)  # type: ignore[method-assign]
+    child.kill = lambda: killed.append(True)  # type: ignore[method-assign]
     started = time.monotonic()
-    assert wait_for_output(process, 0.2) is None
+    assert wait_for_output(child, 0.2) is None
     assert killed and time.monotonic() - started < 3
-    process.terminate()
-    process.communicate()
+    child.terminate()
+    child.communicate()
 
 
 def fail() -> None:
@@ -63,3 +65,24 @@ def test_a_child_within_limits_ends_in_a_sentence(function: Callable[[], object]
         within_limits("Rendering", function, seconds=1, memory=64 << 20)
     assert time.monotonic() - started < 30
     assert within_limits("Rendering", lambda: ["ok"], seconds=60) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("script", "answer"),
+    [
+        ('echo "$@"', "--query-gpu=uuid --format=csv,noheader,nounits\n"),
+        ("echo No devices were found; exit 6", ""),
+        ("exec sleep 60", None),
+        (None, None),
+    ],
+    ids=["answers", "fails", "hangs", "missing"],
+)
+def test_the_answer_of_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, answer: str | None
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script:
+        install_programs(tmp_path, monkeypatch, {"nvidia-smi": script})
+    monkeypatch.setattr(process, "SECONDS", 0.5 if answer is None else 30.0)
+    assert query_gpus("uuid") == answer
+    assert script != 'echo "$@"' or ask_nvidia_smi("-q", "-x") == "-q -x\n"

@@ -1,4 +1,7 @@
-from shardmake.core.units import format_bytes, format_duration, format_number, numbered, plural
+import pytest
+
+from shardmake.core.errors import ConfigError
+from shardmake.core.units import format_bytes, format_duration, format_number, numbered, parse_size, plural
 
 
 def test_a_count_has_its_noun_in_the_right_number() -> None:
@@ -21,3 +24,10 @@ def test_sizes_have_a_unit_of_which_they_are_at_least_one() -> None:
 def test_a_number_has_three_digits_and_no_exponent() -> None:
     shown = [format_number(value) for value in (0.1584, 12.84, 99.96, 243.4, 1163.0)]
     assert shown == ["0.158", "12.8", "100", "243", "1,163"]
+
+
+def test_a_size_has_a_number_and_a_unit() -> None:
+    assert [*map(parse_size, ("5GB", "500MB", "2GiB", "1.5kb"))] == [5 * 10**9, 5 * 10**8, 2 << 30, 1500]
+    for text in ("", "5 apples", "-1GB", "0GB", "GB"):
+        with pytest.raises(ConfigError, match="Cannot parse the size"):
+            parse_size(text)

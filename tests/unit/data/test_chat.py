@@ -12,53 +12,61 @@ from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
 from shardmake.data.placeholders import BadRowError, placeholder
-from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
+from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown, talk
+from tests.unit.wording import Wording
 
 Row = dict[str, Any]
-LOOP = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}<assistant>%s{%% endif %%}"
+
+
+def loop(message: str, prompt: str = "") -> str:
+    """Return a template that renders each message by ``message``, and behind the header of an answer ``prompt``."""
+    header = "{% if add_generation_prompt %}<assistant>" + prompt + "{% endif %}"
+    return "{% for m in messages %}" + message + "{% endfor %}" + header
+
+
 MESSAGE = "<{{ m.role }}>{{ m.content }}</s>"
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<system>ok</s>{% endif %}" + PLAIN
 AFTER = (
     "{% for m in messages %}<m>{{ m.role }} {{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls else '</s>' }}"
     "{% endfor %}<m>go</s>{% if add_generation_prompt %}<m>assistant {% endif %}"
 )
-NAMED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
-NO_END = LOOP % ("<{{ m.role }}>{{ m.content }}", "")
-NEXT_ENDS = LOOP % (
+
+
+def calling(*calls: Row) -> Row:
+    return {"role": "assistant", "tool_calls": [*calls]}
+
+
+NAMED = calling({"name": "f", "arguments": {}})
+NO_END = loop("<{{ m.role }}>{{ m.content }}")
+NEXT_ENDS = loop(
     "{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}</s>{% endif %}<{{ m.role }}>"
-    "{{ m.content }}{% if m.role != 'assistant' %}</s>{% endif %}",
-    "",
+    "{{ m.content }}{% if m.role != 'assistant' %}</s>{% endif %}"
 )
-OPENS = LOOP % (
+OPENS = loop(
     "<{{ m.role }}>{% if m.role == 'assistant' %}T{{ m.reasoning_content or '' }}/{% endif %}{{ m.content }}</s>",
     "T",
 )
-THINKS = LOOP % (
+THINKS = loop(
     "<{{ m.role }}>{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
     "{{ m.content }}</s>",
     "<think></think>",
 )
-ENDS_LAST = LOOP % ("<{{ m.role }}>{{ m.content }}{% if loop.last or m.role != 'assistant' %}</s>{% endif %}", "")
-OPENS_NO_MORE = LOOP % (MESSAGE, "T")
-LAST_THINKS = LOOP % (
+ENDS_LAST = loop("<{{ m.role }}>{{ m.content }}{% if loop.last or m.role != 'assistant' %}</s>{% endif %}")
+OPENS_NO_MORE = loop(MESSAGE, "T")
+LAST_THINKS = loop(
     "<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}T{{ m.reasoning_content or '' }}/{% endif %}"
-    "{{ m.content }}</s>",
-    "",
+    "{{ m.content }}</s>"
 )
-KNOWN = LOOP % ("{% if m.role in ('system', 'user', 'assistant') %}" + MESSAGE + "{% endif %}", "")
-PARTS = LOOP % (
-    "<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}</s>",
-    "",
-)
+KNOWN = loop("{% if m.role in ('system', 'user', 'assistant') %}" + MESSAGE + "{% endif %}")
+PARTS = loop("<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}</s>")
 LATE_SYSTEM = (
     "{% set sys = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
     "{% if m.role == 'user' %}<user>{% if loop.last and sys %}{{ sys }}:{% endif %}{{ m.content }}<assistant>"
     "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
 )
-CALLS = LOOP % (
+CALLS = loop(
     "<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "{{ m.content }}</s>",
-    "",
+    "{{ m.content }}</s>"
 )
 TEXT_CALLS = CALLS.replace(" | tojson", " + ''")
 NEEDS_USER = (
@@ -70,14 +78,13 @@ OWN_NUMBERS = CALLS.replace(
     "{% for k, v in c.function.arguments.items() %}{{ k }}{{ '%.1f' | format(v) }}{% endfor %}",
 )
 CALLS_NO_MORE = CALLS.replace("<{{ m.role }}>", "({{ m.role }})").replace("<assistant>", "(assistant)T")
-BY_ID = LOOP % (  # the name of a call is in its id, and that of a result in the call with its id
+BY_ID = loop(  # the name of a call is in its id, and that of a result in the call with its id
     "<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{% if m.role == 'tool' %}{{ (messages | map(attribute='tool_calls', default=[]) | sum(start=[]) "
-    "| selectattr('id', 'equalto', m.tool_call_id) | first).function.name }}:{% endif %}{{ m.content }}</s>",
-    "",
+    "| selectattr('id', 'equalto', m.tool_call_id) | first).function.name }}:{% endif %}{{ m.content }}</s>"
 )
 CLOCK = "<system>{{ strftime_now('%Y') }}</s>" + PLAIN
-SWITCH = LOOP % (MESSAGE, "{% if think %}T{% endif %}")
+SWITCH = loop(MESSAGE, "{% if think %}T{% endif %}")
 EVERYTHING = "{{ tools | tojson }}{{ more | tojson }}" + CALLS.replace(
     "{{ m.role }}>", "{{ m.role }}>{{ m.name or '' }}{{ m.reasoning_content or '' }}{{ m.tool_call_id or '' }}"
 ).replace("{{ c.function.name }}", "{{ c.id }}{{ c.function.name }}")
@@ -88,90 +95,81 @@ THOUGHT = {"role": "assistant", "content": "b", "thinking": "z"}
 
 TOOLS = "{% for t in tools or [] %}{{ t.name }}</s>{% endfor %}" + MARKED
 LEARNED: list[tuple[str, str, Row, list[str]]] = [
-    ("tools", TOOLS, {"messages": chat("u:a", "a:b"), "tools": [{"name": "clock"}]},
-     ["clock</s><user>a</s><assistant>[b</s>]"]),
-    ("two turns", MARKED, {"messages": chat("s:be", "u:a", "a:b", "u:c", "a:d")},
+    ("tools", TOOLS, talk("u:a", "a:b", tools=[{"name": "clock"}]), ["clock</s><user>a</s><assistant>[b</s>]"]),
+    ("two turns", MARKED, talk("s:be", "u:a", "a:b", "u:c", "a:d"),
      ["<system>be</s><user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
-    ("two answers", PLAIN, {"messages": chat("u:a", "a:b", "a:c", "u:d")},
+    ("two answers", PLAIN, talk("u:a", "a:b", "a:c", "u:d"),
      ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]<user>d</s>"]),
-    ("assistant first", PLAIN, {"messages": chat("a:b", "u:c", "a:d")},
-     ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("assistant first", PLAIN, talk("a:b", "u:c", "a:d"), ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
     ("a prompt after questions alone", PLAIN.replace("prompt %}", "prompt and messages[-1].role == 'user' %}"),
-     {"messages": chat("s:x", "a:b", "a:c", "u:d", "a:e")},
+     talk("s:x", "a:b", "a:c", "u:d", "a:e"),
      ["<system>x</s><assistant>[b</s>]<assistant>[c</s>]<user>d</s><assistant>[e</s>]"]),
-    ("a text after every conversation", AFTER, {"messages": [*chat("u:a"), NAMED, *chat("u:c", "a:d")]},
+    ("a text after every conversation", AFTER, talk("u:a", NAMED, "u:c", "a:d"),
      ["<m>user a</s><m>go</s><m>assistant [f</s>]",
       "<m>user a</s><m>assistant f<m>user c</s><m>go</s><m>assistant [d</s>]<m>go</s>"]),
-    ("assistant first, default system", DEFAULT_SYSTEM, {"messages": chat("a:b", "u:c")},
+    ("assistant first, default system", DEFAULT_SYSTEM, talk("a:b", "u:c"),
      ["<system>ok</s><assistant>[b</s>]<user>c</s>"]),
-    ("a user must come", NEEDS_USER, {"messages": chat("a:b", "u:c", "a:d")},
-     ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
-    ("the next role ends a turn", NEXT_ENDS, {"messages": chat("u:a", "a:b", "u:c", "a:d")},
+    ("a user must come", NEEDS_USER, talk("a:b", "u:c", "a:d"), ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("the next role ends a turn", NEXT_ENDS, talk("u:a", "a:b", "u:c", "a:d"),
      ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
-    ("the header opens thoughts", OPENS, {"messages": [*chat("u:a"), THOUGHT]}, ["<user>a</s><assistant>T[z/b</s>]"]),
-    ("empty thoughts", OPENS, {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant>T[/b</s>]"]),
-    ("only the last answer ends", ENDS_LAST, {"messages": chat("u:a", "a:b", "a:c")},
+    ("the header opens thoughts", OPENS, talk("u:a", THOUGHT), ["<user>a</s><assistant>T[z/b</s>]"]),
+    ("empty thoughts", OPENS, talk("u:a", "a:b"), ["<user>a</s><assistant>T[/b</s>]"]),
+    ("only the last answer ends", ENDS_LAST, talk("u:a", "a:b", "a:c"),
      ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]"]),
-    ("thoughts that history lacks", OPENS_NO_MORE, {"messages": chat("u:a", "a:b", "u:c", "a:d")},
+    ("thoughts that history lacks", OPENS_NO_MORE, talk("u:a", "a:b", "u:c", "a:d"),
      ["<user>a</s><assistant>T[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>T[d</s>]"]),
-    ("only the last turn thinks", LAST_THINKS, {"messages": [*chat("u:a"), THOUGHT, *chat("u:c", "a:d", "u:e")]},
+    ("only the last turn thinks", LAST_THINKS, talk("u:a", THOUGHT, "u:c", "a:d", "u:e"),
      ["<user>a</s><assistant>[Tz/b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>[T/d</s>]"]),
-    ("parts", PARTS, {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant>[b</s>]"]),
-    ("the system text moves", LATE_SYSTEM, {"messages": chat("s:x", "u:a", "a:b")}, ["<user>x:a<assistant>[b</s>]"]),
-    ("a call with JSON in text", CALLS, {"messages": [*chat("u:a"), CALL, {"role": "tool", "content": "r"}, *chat("a:b")]},
+    ("parts", PARTS, talk("u:a", "a:b"), ["<user>a</s><assistant>[b</s>]"]),
+    ("the system text moves", LATE_SYSTEM, talk("s:x", "u:a", "a:b"), ["<user>x:a<assistant>[b</s>]"]),
+    ("a call with JSON in text", CALLS, talk("u:a", CALL, "t:r", "a:b"),
      ['<user>a</s><assistant>[f{"x": "y"}</s>]<tool>r</s><assistant>[b</s>]']),
-    ("a call with numbers", CALLS,
-     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 3, "y": -1.5}}]}]},
+    ("a call with numbers", CALLS, talk("u:a", calling({"name": "f", "arguments": {"x": 3, "y": -1.5}})),
      ['<user>a</s><assistant>[f{"x": 3, "y": -1.5}</s>]']),
-    ("numbers in the template's own form", OWN_NUMBERS,
-     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 5.0}}]}]},
+    ("numbers in the template's own form", OWN_NUMBERS, talk("u:a", calling({"name": "f", "arguments": {"x": 5.0}})),
      ['<user>a</s><assistant>[fx5.0</s>]']),
-    ("a key that is also in the header", CALLS_NO_MORE,
-     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [QUOTED]}]},
+    ("a key that is also in the header", CALLS_NO_MORE, talk("u:a", calling(QUOTED)),
      ['(user)a</s>(assistant)T[f{"n": "y\\""}</s>]']),
     ("a call by its id", BY_ID,
-     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{**QUOTED, "id": "n.f:0"}]},
-                   {"role": "tool", "tool_call_id": "n.f:0", "content": "r"}]},
+     talk("u:a", calling({**QUOTED, "id": "n.f:0"}), {"role": "tool", "tool_call_id": "n.f:0", "content": "r"}),
      ['<user>a</s><assistant>[n.f:0{"n": "y\\""}</s>]<tool>f:r</s>']),
-    ("a template that wants text", TEXT_CALLS, {"messages": [*chat("u:a"), CALL]},
-     ['<user>a</s><assistant>[f{"x": "y"}</s>]']),
-    ("no calls, no thoughts", CALLS, {"messages": [*chat("u:a"), {**THOUGHT, "thinking": None, "tool_calls": []}]},
+    ("a template that wants text", TEXT_CALLS, talk("u:a", CALL), ['<user>a</s><assistant>[f{"x": "y"}</s>]']),
+    ("no calls, no thoughts", CALLS, talk("u:a", {**THOUGHT, "thinking": None, "tool_calls": []}),
      ["<user>a</s><assistant>[b</s>]"]),
-    ("arguments of a row", SWITCH, {"messages": chat("u:a", "a:b"), "chat_template_kwargs": {"think": True}},
+    ("arguments of a row", SWITCH, talk("u:a", "a:b", chat_template_kwargs={"think": True}),
      ["<user>a</s><assistant>T[b</s>]"]),
-    ("the day", CLOCK, {"messages": chat("u:a", "a:b")}, ["<system>1999</s><user>a</s><assistant>[b</s>]"]),
+    ("the day", CLOCK, talk("u:a", "a:b"), ["<system>1999</s><user>a</s><assistant>[b</s>]"]),
     ("a mark of thoughts in the default system text", DEFAULT_SYSTEM.replace("ok", "use </think>"),
-     {"messages": chat("a:<think>z</think>b")}, ["<system>use </think></s><assistant>[<think>z</think>b</s>]"]),
-    ("a text that is also markup", PLAIN, {"messages": chat("u:a", "a:s", "u:user", "a:</s>")},
+     talk("a:<think>z</think>b"), ["<system>use </think></s><assistant>[<think>z</think>b</s>]"]),
+    ("a text that is also markup", PLAIN, talk("u:a", "a:s", "u:user", "a:</s>"),
      ["<user>a</s><assistant>[s</s>]<user>user</s><assistant>[</s></s>]"]),
-    ("thoughts in the text", PLAIN, {"messages": chat("u:a", "a:<think>z</think> b")},
+    ("thoughts in the text", PLAIN, talk("u:a", "a:<think>z</think> b"),
      ["<user>a</s><assistant>[<think>z</think> b</s>]"]),
     ("a prompt of whose two marks the turn has the last", THINKS.replace("<think>{{ m.reasoning_content or '' }}", ""),
-     {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant><think></think>[b</s>]"]),
-    ("an end that is text", PLAIN.replace("</s>", "<|e|>"), {"messages": chat("u:a", "a:b", "u:c")},
+     talk("u:a", "a:b"), ["<user>a</s><assistant><think></think>[b</s>]"]),
+    ("an end that is text", PLAIN.replace("</s>", "<|e|>"), talk("u:a", "a:b", "u:c"),
      ["<user>a<|e|><assistant>[b<|e|>]<user>c<|e|>"]),
-    ("nothing to learn", PLAIN, {"messages": chat("u:a")}, ["<user>a</s>"]),
+    ("nothing to learn", PLAIN, talk("u:a"), ["<user>a</s>"]),
 ]  # fmt: skip
-REFUSED: list[tuple[str, str, Row, str]] = [
-    ("no end", NO_END, {"messages": chat("u:a", "a:b")}, "here: after the assistant's message, .* no token at which"),
-    ("role human", KNOWN, {"messages": [{"role": "human", "content": "a"}, *chat("a:b")]}, "here: message 1 has the role"),
-    ("role developer", KNOWN, {"messages": [{"role": "developer", "content": "a"}, *chat("u:c", "a:b")]},
-     r"here: the chat template does not render the text of message 1 \(role 'developer'\): 'a'"),
-    ("lost result", KNOWN, {"messages": [*chat("u:a", "a:b"), {"role": "tool", "content": "b"}, *chat("a:a b")]},
-     r"the text of message 3 \(role 'tool'\): 'b'"),
-    ("lost call", PLAIN, {"messages": [*chat("u:a"), CALL]}, r"a call of a tool of message 2 .* 'f'"),
-    ("lost key", CALLS.replace("{{ c.function.arguments | tojson }}", "x{{ c.function.arguments.x }}"),
-     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "y", "z": None}}]}]},
-     r"a call of a tool of message 2 .* 'z'"),
-    ("lost tools", PLAIN, {"messages": chat("u:a", "a:b"), "tools": [{"function": {"name": "f"}}]}, "the tools: 'f'"),
-    ("thoughts after a prompt that ends them", THINKS, {"messages": [*chat("u:a"), THOUGHT]},
-     "before the reasoning of message 2 .'z'., the chat template writes </think>, .* enable_thinking: true"),
-    ("thoughts in the text after empty ones", THINKS.replace("<assistant><think></think>", "<assistant>"),
-     {"messages": chat("u:a", "a:<think>z</think>b")}, "before the reasoning of message 2 .*reasoning_content"),
-    ("a text about marks of thoughts", LOOP % ("<{{ m.role }}>{{ m.content.split('</think>')[-1] }}</s>", ""),
-     {"messages": chat("u:a", "a:b<think>z</think>c")}, "does not render the text of message 2"),
-    ("lost thoughts", PLAIN, {"messages": [*chat("u:a"), THOUGHT]}, "the reasoning of message 2 .* 'z'"),
-]  # fmt: skip
+REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}" + PLAIN
+REFUSED: dict[str, tuple[str, Row]] = {
+    "no end": (NO_END, talk("u:a", "a:b")),
+    "another order": (REFUSING, talk("s:be", "u:a", "a:b")),
+    "an error of the template": (PLAIN.replace("m.role", "m.role + 1"), talk("u:a", "a:b")),
+    "role human": (KNOWN, talk("h:a", "a:b")),
+    "role developer": (KNOWN, talk("d:a", "u:c", "a:b")),
+    "lost result": (KNOWN, talk("u:a", "a:b", "t:b", "a:a b")),
+    "lost call": (PLAIN, talk("u:a", CALL)),
+    "lost key": (CALLS.replace("{{ c.function.arguments | tojson }}", "x{{ c.function.arguments.x }}"),
+                 talk("u:a", calling({"name": "f", "arguments": {"x": "y", "z": None}}))),
+    "lost tools": (PLAIN, talk("u:a", "a:b", tools=[{"function": {"name": "f"}}])),
+    "thoughts after a prompt that ends them": (THINKS, talk("u:a", THOUGHT)),
+    "thoughts in the text after empty ones": (THINKS.replace("<assistant><think></think>", "<assistant>"),
+                                              talk("u:a", "a:<think>z</think>b")),
+    "a text about marks of thoughts": (loop("<{{ m.role }}>{{ m.content.split('</think>')[-1] }}</s>"),
+                                       talk("u:a", "a:b<think>z</think>c")),
+    "lost thoughts": (PLAIN, talk("u:a", THOUGHT)),
+}  # fmt: skip
 
 
 def encoder(template: str, turns: Any = "auto", **more: Any) -> Encoder:
@@ -188,22 +186,20 @@ def test_what_follows_the_context_of_inference_is_learned(name: str, template: s
     assert encoded(encoder(template), row) == expected
 
 
-@pytest.mark.parametrize(("name", "template", "row", "message"), REFUSED, ids=[case[0] for case in REFUSED])
-def test_what_the_template_loses_is_named(name: str, template: str, row: Row, message: str) -> None:
-    with pytest.raises(BadRowError, match=message):
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_template_loses_is_named(case: str, wording: Wording) -> None:
+    template, row = REFUSED[case]
+    with pytest.raises(BadRowError) as error:
         encoded(encoder(template), row)
+    wording(error.value)
 
 
-def test_an_answer_inside_the_thoughts_that_the_prompt_opens_is_a_warning_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    opens = encoder(LOOP % (MESSAGE, "<think>"))
+def test_an_answer_inside_thoughts_that_the_prompt_opens_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    opens = encoder(loop(MESSAGE, "<think>"))
     for answer in "bc":
-        assert encoded(opens, {"messages": chat("u:a", f"a:{answer}")}) == [
-            f"<user>a</s><assistant><think>[{answer}</s>]"
-        ]
+        assert encoded(opens, talk("u:a", f"a:{answer}")) == [f"<user>a</s><assistant><think>[{answer}</s>]"]
     assert ["The generation prompt opens <think>" in message for message in caplog.messages] == [True]
-    encoded(encoder(THINKS), {"messages": chat("u:a", "a:b")})
+    encoded(encoder(THINKS), talk("u:a", "a:b"))
     assert len(caplog.messages) == 1
 
 
@@ -216,7 +212,7 @@ def test_an_answer_ends_with_its_turn() -> None:
 
 
 def test_turns_are_together_or_apart_as_configured() -> None:
-    two = {"messages": chat("u:a", "a:b", "u:c", "a:d")}
+    two = talk("u:a", "a:b", "u:c", "a:d")
     apart = ["<user>a</s><assistant>[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]"]
     assert encoded(encoder(PLAIN, "apart"), two) == apart
     assert encoded(encoder(PLAIN, "together"), two) == ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]
@@ -238,7 +234,7 @@ def test_a_fixed_clock_says_what_that_of_transformers_says() -> None:
 def test_a_row_like_others_is_encoded_as_alone() -> None:
     """Rows of one shape are rendered once; what the template does with their texts must not be lost by that."""
     contents = ["b", "b</s>", " b ", "<think>z</think>b", "\n\nb", "Qz0zQ", '"b"']
-    rows = [{"messages": chat("u:a", f"a:{content}", "u:c", "a:d")} for content in contents]
+    rows = [talk("u:a", f"a:{content}", "u:c", "a:d") for content in contents]
     trims = PLAIN.replace("m.content", "(m.content.split('</think>')[-1] | trim)")
     for template in (PLAIN, trims):
         used = encoder(template)
@@ -262,13 +258,10 @@ def test_text_like_a_placeholder_is_text_in_every_place(kind: str) -> None:
     def row(word: str) -> Row:
         call = {"id": word, "function": {"name": word, "arguments": {word: [word, 7], "n": int(LIKE["number"])}}}
         answer = {"role": "assistant", "reasoning_content": word, "content": word, "name": word, "tool_calls": [call]}
-        messages = [*chat(f"s:{word}", f"u:{word}"), answer, {"role": "tool", "tool_call_id": word, "content": word}]
+        result = {"role": "tool", "tool_call_id": word, "content": word}
+        messages = chat(f"s:{word}", f"u:{word}", answer, result, f"a:{word}")
         tools = [{"name": word, "description": word, "parameters": {word: {"default": int(LIKE["number"])}}}]
-        return {
-            "messages": [*messages, *chat(f"a:{word}")],
-            "tools": tools,
-            "chat_template_kwargs": {"more": {word: word}},
-        }
+        return {"messages": messages, "tools": tools, "chat_template_kwargs": {"more": {word: word}}}
 
     used, text = encoder(EVERYTHING), LIKE[kind]
     expected = [shown.replace("unlike", text) for shown in encoded(encoder(EVERYTHING), row("unlike"))]
@@ -285,6 +278,6 @@ def _outcome(used: Encoder, row: Row) -> Any:
 
 def test_arguments_of_the_run_reach_the_template_and_those_of_a_row_replace_them() -> None:
     used = encoder(SWITCH, think=True)
-    assert encoded(used, {"messages": chat("u:a", "a:b")}) == ["<user>a</s><assistant>T[b</s>]"]
-    row = {"messages": chat("u:a", "a:b"), "chat_template_kwargs": {"think": False}}
+    assert encoded(used, talk("u:a", "a:b")) == ["<user>a</s><assistant>T[b</s>]"]
+    row = talk("u:a", "a:b", chat_template_kwargs={"think": False})
     assert encoded(used, row) == ["<user>a</s><assistant>[b</s>]"]

@@ -24,8 +24,6 @@ MARKED = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-REWRITING = PLAIN.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% else %}cut{% endif %}")
-REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}" + PLAIN
 
 ROLES = ("<system>", "<user>", "<assistant>")
 
@@ -67,9 +65,15 @@ def encode(encoder: Encoder, example: dict[str, Any]) -> Tokens:
     return tokens
 
 
-def chat(*turns: str) -> list[dict[str, str]]:
-    roles = {"s": "system", "u": "user", "a": "assistant"}
-    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+def chat(*turns: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """Return messages; a text such as ``u:a`` stands for one."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer", "h": "human"}
+    return [one if isinstance(one, dict) else {"role": roles[one[0]], "content": one[2:]} for one in turns]
+
+
+def talk(*turns: str | dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a row with a conversation, and the keys ``more``."""
+    return {"messages": chat(*turns), **more}
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
@@ -154,29 +158,6 @@ def test_a_space_that_offsets_leave_out_is_learned() -> None:
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     found = encode(make_encoder(tokenizer, "chat"), {"messages": chat("u:a", "a:  \nb")})
     assert tokenizer.decode([token for token, on in zip(*found, strict=True) if on]) == "  \nb</s>"
-
-
-REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    (MARKED, "prompt-completion", {}, "here: this example (prompt-completion) has no prompt and no "
-     "completion. Its keys: none."),
-    (MARKED, "chat", {"messages": []}, "here: messages is not a list of messages, each with a role and a content."),
-    (MARKED, "text", {"text": 7}, "here: text is int, not text."),
-    (REFUSING, "chat", {"messages": chat("s:be", "u:a", "a:b")}, "here: the tokenizer's chat template rejects this "
-     "conversation: the user must begin. Change the conversation, or name another template with data.chat_template."),
-    (REWRITING, "chat", {"messages": chat("u:ab", "a:b", "u:c", "a:d")}, "here: the chat template does not "
-     "render the text of message 1 (role 'user'): 'ab'. Use a role that the template renders (data.format: sharegpt "
-     "reads names such as human and gpt), or name a template that does with data.chat_template."),
-    (MARKED.replace("m.role", "m.role + 1"), "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer's chat "
-     'template rejects this conversation: can only concatenate str (not "int") to str. Change the conversation, or name another template with '
-     "data.chat_template."),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("template", "format", "example", "message"), REFUSED)
-def test_what_cannot_be_encoded_is_refused(template: str, format: Any, example: Any, message: str) -> None:
-    with pytest.raises(ShardmakeError) as error:
-        make_encoder(make_tokenizer(template), format)(example, "here")
-    assert str(error.value) == message
 
 
 def test_loss_is_where_the_config_says() -> None:

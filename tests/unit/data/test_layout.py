@@ -15,6 +15,7 @@ from shardmake.data.layout import Layout, check_named, recognize, split_prompt
 from shardmake.memory.families import FAMILIES
 from tests.mixtures import mixture_configs
 from tests.unit.data.test_encode import chat
+from tests.unit.wording import Wording
 
 PLACE = "f.jsonl, line 1"
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -56,46 +57,23 @@ def test_the_columns_say_the_format(example: dict[str, Any], columns: dict[str, 
     assert str(find(example, **columns)) == expected
 
 
-UNCLEAR: list[tuple[dict[str, Any], str, dict[str, str], str]] = [
-    (
-        {"messages": chat("u:a"), "text": "a"}, "auto", {},
-        f"{PLACE}: the columns fit several formats: chat (messages), text (text). Set data.format to one of them.",
+UNCLEAR: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
+    "chat or text": ({"messages": chat("u:a"), "text": "a"}, "auto", {}),
+    "alpaca or text": ({"instruction": "a", "output": "b", "text": "c"}, "auto", {}),
+    "chat or sharegpt": (
+        {"dialog": [{"who": "human", "said": "a"}]}, "auto", {"messages": "dialog", "role": "who", "content": "said"}
     ),
-    (
-        {"instruction": "a", "output": "b", "text": "c"}, "auto", {},
-        f"{PLACE}: the columns fit several formats: alpaca (instruction, output), text (text). Set data.format to one "
-        "of them.",
-    ),
-    (
-        {"dialog": [{"who": "human", "said": "a"}]}, "auto", {"messages": "dialog", "role": "who", "content": "said"},
-        f"{PLACE}: the columns fit several formats: chat (dialog), sharegpt (dialog). Set data.format to one of them.",
-    ),
-    (
-        {"question": "a", "conversations": [{"who": "a", "what": "b"}]}, "auto", {},
-        f"{PLACE}: unknown format. The columns are question, conversations (a list with who, what). Known: chat "
-        "(messages), sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), "
-        "text (text). Name other columns with data.columns.",
-    ),
-    (
-        {"prompt": "a", "chosen": "b", "rejected": "c"}, "auto", {},
-        f"{PLACE}: unknown format. The columns are prompt, chosen, rejected. Known: chat (messages), sharegpt "
-        "(conversations), alpaca (instruction, output), prompt-completion (prompt, completion), text (text). Set "
-        "objective: dpo or reward, which have such data, or name other columns with data.columns.",
-    ),
-    (
-        {"question": "a", "reply": "b"}, "auto", {"prompt": "questoin", "completion": "reply"},
-        "data.columns.prompt: 'questoin' is not a column of f.jsonl. Did you mean 'question'? The columns are question, "
-        "reply.",
-    ),
-    ({"prompt": "a"}, "chat", {}, f"{PLACE}: this example (chat) has no messages. Its keys: prompt."),
-]  # fmt: skip
+    "unknown": ({"question": "a", "conversations": [{"who": "a", "what": "b"}]}, "auto", {}),
+    "of another objective": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "auto", {}),
+    "no such column": ({"question": "a", "reply": "b"}, "auto", {"prompt": "questoin", "completion": "reply"}),
+    "not of the format": ({"prompt": "a"}, "chat", {}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("example", "format", "columns", "message"), UNCLEAR)
-def test_what_is_not_clear_is_refused(
-    example: dict[str, Any], format: str, columns: dict[str, str], message: str
-) -> None:
-    assert refusal(example, format, **columns) == message
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_what_is_not_clear_is_refused(case: str, wording: Wording) -> None:
+    example, format, columns = UNCLEAR[case]
+    wording(refusal(example, format, **columns))
 
 
 def test_a_format_of_the_configuration_ends_the_doubt() -> None:
@@ -107,57 +85,44 @@ CALL = {"role": "assistant", "tool_calls": [{"id": "1", "name": "clock", "argume
 CALLED = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
 FRAMED = {"type": "function", "function": CALLED["function"]}
 OLDER = {"name": "clock", "arguments": '{"zone": "UTC"}'}
+
+
+def standard(*messages: Any, **more: Any) -> dict[str, Any]:
+    """Return a standard conversation."""
+    return {"messages": chat(*messages), "tools": None, **more}
+
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [FRAMED]}
 STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    (
-        "sharegpt",
-        {"conversations": [{"from": "system", "value": "s"}, *TURNS, {"from": "function", "value": "t", "id": 1}]},
-        {"messages": [*chat("s:s", "u:a", "a:b"), {"role": "tool", "content": "t", "id": 1}], "tools": None},
-    ),
-    ("sharegpt", {"conversations": TURNS, "system": "s"}, {"messages": chat("s:s", "u:a", "a:b"), "tools": None}),
-    ("chat", {"messages": chat("u:a", "a:b"), "system": "s"}, {"messages": chat("s:s", "u:a", "a:b"), "tools": None}),
-    *(("chat", {"messages": chat("s:s ", "u:a", "a:b"), "system": system},
-       {"messages": chat("s:s ", "u:a", "a:b"), "tools": None}) for system in ("s", "other", 7)),
-    ("chat", {"messages": chat("u:a", "a:b"), "system": True}, {"messages": chat("u:a", "a:b"), "tools": None}),
-    ("chat", {"messages": [{"role": "assistant", "content": "", "function_call": OLDER}]},
-     {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}], "tools": None}),
+    ("sharegpt",
+     {"conversations": [{"from": "system", "value": "s"}, *TURNS, {"from": "function", "value": "t", "id": 1}]},
+     standard("s:s", "u:a", "a:b", {"role": "tool", "content": "t", "id": 1})),
+    ("sharegpt", {"conversations": TURNS, "system": "s"}, standard("s:s", "u:a", "a:b")),
+    ("chat", {"messages": chat("u:a", "a:b"), "system": "s"}, standard("s:s", "u:a", "a:b")),
+    *(("chat", {"messages": chat("s:s ", "u:a"), "system": other}, standard("s:s ", "u:a")) for other in ("s", "other", 7)),
+    ("chat", {"messages": chat("u:a", "a:b"), "system": True}, standard("u:a", "a:b")),
+    ("chat", {"messages": [{"role": "assistant", "content": "", "function_call": OLDER}]}, standard(CALLING)),
     ("chat", {"messages": [{"role": "assistant", "function_call": json.dumps(OLDER)},
                            *({**one, "function_call": {"name": None, "arguments": None}} for one in chat("u:a"))]},
-     {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}, *chat("u:a")], "tools": None}),
-    ("sharegpt", {"conversations": [{"from": "function_call", "value": json.dumps([OLDER])}]},
-     {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}], "tools": None}),
-    ("sharegpt", {"conversations": TURNS, "system": ""}, {"messages": chat("u:a", "a:b"), "tools": None}),
+     standard(CALLING, "u:a")),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": json.dumps([OLDER])}]}, standard(CALLING)),
+    ("sharegpt", {"conversations": TURNS, "system": ""}, standard("u:a", "a:b")),
     ("alpaca", {"instruction": "a", "input": "b", "output": "c"}, {"messages": chat("u:a\n\nb", "a:c")}),
     ("alpaca", {"instruction": "a", "input": "", "output": "c"}, {"messages": chat("u:a", "a:c")}),
     ("alpaca", {"instruction": "a", "system": "s", "output": "c"}, {"messages": chat("s:s", "u:a", "a:c")}),
-    ("chat", {"messages": chat("u:a"), "tools": '[{"name": "clock"}]'}, {"messages": chat("u:a"),
-                                                                         "tools": [{"name": "clock"}]}),
-    (
-        "chat",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
-        {"messages": chat("u:ab"), "tools": None},
-    ),
+    ("chat", {"messages": chat("u:a"), "tools": '[{"name": "clock"}]'}, standard("u:a", tools=[{"name": "clock"}])),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": one} for one in "ab"]}]}, standard("u:ab")),
     *(
-        ("chat", {"messages": [call]}, {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALLED]}],
-                                        "tools": None})
+        ("chat", {"messages": [call]}, standard({"role": "assistant", "content": "", "tool_calls": [CALLED]}))
         for call in (CALL, {**CALL, "content": None}, {**CALL, "tool_calls": [CALLED], "thinking": None})
     ),
-    (
-        "chat",
-        {"messages": [{"role": "assistant", "content": "a", "thinking": "t", "tool_calls": [], "name": None}],
-         "chat_template_kwargs": {"enable_thinking": True}},
-        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "t"}], "tools": None,
-         "arguments": {"enable_thinking": True}},
-    ),
-    (
-        "preference",  # as in UltraFeedback
-        {"prompt": "a ", "chosen": chat("s:s", "u:a", "a:b"), "rejected": chat("s:s", "u:a", "a:c")},
-        {"prompt": chat("s:s", "u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None},
-    ),
-    (
-        "preference",  # one message, as in data of Axolotl and LLaMA-Factory
-        {"prompt": chat("u:a"), "chosen": chat("a:b")[0], "rejected": chat("a:c")[0]},
-        {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None},
-    ),
+    ("chat", {"messages": [{"role": "assistant", "content": "a", "thinking": "t", "tool_calls": [], "name": None}],
+              "chat_template_kwargs": {"enable_thinking": True}},
+     standard({"role": "assistant", "content": "a", "reasoning_content": "t"}, arguments={"enable_thinking": True})),
+    ("preference", {"prompt": "a ", "chosen": chat("s:s", "u:a", "a:b"), "rejected": chat("s:s", "u:a", "a:c")},
+     {"prompt": chat("s:s", "u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # UltraFeedback
+    ("preference", {"prompt": chat("u:a"), "chosen": chat("a:b")[0], "rejected": chat("a:c")[0]},
+     {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # Axolotl, LLaMA-Factory
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
 ]  # fmt: skip
 
@@ -179,80 +144,52 @@ def test_a_repeated_prompt_is_that_of_trl() -> None:
     assert found == {**maybe_extract_prompt(example), "tools": None}
 
 
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content is int. Write text, or a list of "
-     "parts of type text."),
-    ("chat", {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0] is str. Only text can be "
-     "learned: write parts with the keys type (text) and text."),
-    ("chat", {"messages": [*chat("u:a"), {"role": "user", "content": [{"type": "image", "url": "u"}]}]},
-     "messages[1].content[0] is of type 'image'. Only text can be learned: write parts with the keys type (text) and "
-     "text."),
-    ("chat", {"messages": [{"role": "user"}]}, "messages[0] has no content. Its keys: role."),
-    ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0] has no content. Its keys: role, content."),
-    ("chat", {"messages": [{"role": 1, "content": "a"}]}, "messages[0].role is int, not text."),
-    ("chat", {"messages": chat("u:a"), "tools": "{"}, "tools is not valid JSON: Expecting property name enclosed in "
-     "double quotes: line 1 column 2 (char 1). Write a list of tools."),
-    ("chat", {"messages": chat("u:a"), "tools": {"name": "clock"}}, "tools is dict. Write a list of tools."),
-    ("sharegpt", {"conversations": [{"from": "gtp", "value": "a"}]}, "conversations[0].from is 'gtp'. Did you mean "
-     "'gpt'? Allowed: system, developer, human, user, gpt, assistant, chatgpt, model, bot, function_call, tool, function, "
-     "observation, ipython."),
-    ("sharegpt", {"conversations": chat("u:a")}, "conversations is not a list of messages, each with a from and a "
-     "value."),
-    ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "there are two system messages, "
-     "one in system and one in conversations. Remove one."),
-    ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input is int, not text."),
-    ("text", {"text": "a\ud83d"}, "text is not text: \\ud83d is half of a surrogate pair. Write the character whole."),
-    *(
-        ("chat", row, f"{place} is not text: \\udc00 is half of a surrogate pair. Write the character whole.")
-        for place, row in (
-            ("messages[0].content", {"messages": chat("u:\udc00")}),
-            ("messages[0]", {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "\udc00"}}]}]}),
-            ("tools", {"messages": chat("u:a"), "tools": [{"name": "\udc00"}]}),
-            ("chat_template_kwargs", {"messages": chat("u:a"), "chat_template_kwargs": {"x": "\udc00"}}),
-        )
-    ),
-    *(
-        ("chat", {"messages": [*chat("u:a"), {"role": "assistant", "content": "b", "weight": weight}]},
-         f"messages[1].weight is {weight!r}. Write 0 for a message that is not learned, otherwise 1.")
-        for weight in (0.5, "0", True)
-    ),
-    ("chat", {"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight is 1, but only messages "
-     "of the assistant are learned. Remove it."),
-    ("preference", {"chosen": [*chat("u:a"), {"role": "assistant", "content": "b", "weight": 0}],
-                    "rejected": chat("u:a", "a:c")},
-     "chosen[1].weight is 0, which is for supervised fine-tuning alone. Remove it."),
-    ("preference", {"prompt": "x", "chosen": chat("u:a", "a:b"), "rejected": chat("u:a", "a:c")}, "prompt is text, and "
-     "not the text of a user's message at the start of chosen and rejected. Add that message to both, or write the "
-     "prompt as a list of messages."),
-    ("chat", {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-     "messages[0].tool_calls[0]: the arguments are not valid JSON: Expecting property name enclosed in double quotes: "
-     "line 1 column 2 (char 1). Write an object."),
-    ("prompt-completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "tools belongs to a "
-     "conversation, and prompt is text. Write both as lists of messages, or remove the tools."),
-    ("preference", {"chosen": "a", "rejected": "b"}, "chosen and rejected have no common beginning, so there is no "
-     "prompt. Add a prompt."),
-    ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}, "prompt is text, chosen is text, rejected "
-     "is not text. Write all of them as text, or all as lists of messages."),
-    ("preference", {"prompt": "p", "chosen": "a"}, "this example (preference) has no rejected. Its keys: prompt, "
-     "chosen."),
-    ("unpaired-preference", {"prompt": "p", "completion": "a", "label": None}, "this example (unpaired-preference) has "
-     "no label. Its keys: prompt, completion."),
-    *(
-        ("unpaired-preference", {"prompt": "p", "completion": "a", "label": label},
-         f"label is {label!r}. Write true or false: is the completion desirable?")
-        for label in ("yes", 1)
-    ),
-    ("unpaired-preference", {"prompt": "p", "completion": chat("a:b"), "label": True}, "completion is list, not text."),
-    ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
-    ("chat", {"messages": chat("u:<image>a", "a:b"), "images": ["a.png"], "videos": []}, "this example has images. Only "
-     "text is trained, also of models that take images or sounds. Remove such examples, or the column if their text "
-     "stands alone."),
-]  # fmt: skip
+def said(role: Any, **keys: Any) -> dict[str, Any]:
+    """Return a conversation whose second message has ``role`` and ``keys``."""
+    return {"messages": chat("u:a", {"role": role, **keys})}
 
 
-@pytest.mark.parametrize(("format", "example", "message"), WRONG)
-def test_a_wrong_value_is_named_with_its_place(format: Any, example: dict[str, Any], message: str) -> None:
-    assert refusal(example, format) == f"{PLACE}: {message}"
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "a number as content": ("chat", said("user", content=7)),
+    "a part that is text": ("chat", said("user", content=["a"])),
+    "a part that is an image": ("chat", said("user", content=[{"type": "image", "url": "u"}])),
+    "no content": ("chat", said("user")),
+    "content null": ("chat", said("user", content=None)),
+    "a number as role": ("chat", said(1, content="a")),
+    "tools without an end": ("chat", {"messages": chat("u:a"), "tools": "{"}),
+    "one tool": ("chat", {"messages": chat("u:a"), "tools": {"name": "clock"}}),
+    "an unknown speaker": ("sharegpt", {"conversations": [{"from": "gtp", "value": "a"}]}),
+    "keys of chat": ("sharegpt", {"conversations": chat("u:a")}),
+    "two system messages": ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}),
+    "a number as input": ("alpaca", {"instruction": "a", "input": 3, "output": "b"}),
+    "half a pair": ("text", {"text": "a\ud83d"}),
+    "half a pair in content": ("chat", {"messages": chat("u:\udc00")}),
+    "half a pair in a call": ("chat", said("assistant", tool_calls=[{"name": "f", "arguments": {"x": "\udc00"}}])),
+    "half a pair in tools": ("chat", {"messages": chat("u:a"), "tools": [{"name": "\udc00"}]}),
+    "half a pair in arguments": ("chat", {"messages": chat("u:a"), "chat_template_kwargs": {"x": "\udc00"}}),
+    **{f"weight {one!r}": ("chat", said("assistant", content="b", weight=one)) for one in (0.5, "0", True)},
+    "weight of a user": ("chat", said("user", content="a", weight=1)),
+    "weight in a pair": ("preference", {"chosen": said("assistant", content="b", weight=0)["messages"],
+                                        "rejected": chat("u:a", "a:c")}),
+    "another prompt": ("preference", {"prompt": "x", "chosen": chat("u:a", "a:b"), "rejected": chat("u:a", "a:c")}),
+    "a call without an end": ("chat", said("assistant", tool_calls=[{"name": "f", "arguments": "{"}])),
+    "tools of a text": ("prompt-completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}),
+    "no common beginning": ("preference", {"chosen": "a", "rejected": "b"}),
+    "text and messages": ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}),
+    "one answer": ("preference", {"prompt": "p", "chosen": "a"}),
+    **{f"label {one!r}": ("unpaired-preference", {"prompt": "p", "completion": "a", "label": one})
+       for one in (None, "yes", 1)},
+    "a completion of messages": ("unpaired-preference", {"prompt": "p", "completion": chat("a:b"), "label": True}),
+    "no output": ("alpaca", {"instruction": "a"}),
+    "no key": ("prompt-completion", {}),
+    "images": ("chat", {"messages": chat("u:<image>a", "a:b"), "images": ["a.png"], "videos": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_value_is_named_with_its_place(case: str, wording: Wording) -> None:
+    format, example = WRONG[case]
+    wording(refusal(example, format))
 
 
 def test_a_named_column_of_system_texts_is_not_ignored() -> None:

@@ -1,6 +1,7 @@
-"""Cutting and packing: every token once, in order, and the loss of a pack is the loss of its examples."""
+"""Cutting and packing: every token once, in order; a pack has the loss of its examples, or its model is refused."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,95 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MistralConfig, Qwen3Config
+from transformers.modeling_outputs import CausalLMOutput
 
-from shardmake.data.dataset import IGNORED, Collator, Sequences
+from shardmake.core.errors import ShardmakeError
+from shardmake.data.dataset import IGNORED, Collator, Sequences, check_isolation
 from shardmake.data.encode import Tokens
 from shardmake.data.packing import fit, fit_pair, pack
 from shardmake.run.paths import DATA_RECEIPT
 from tests.finished_run import make_data_receipt
-from tests.unit.data.test_isolation import ATTENTION
+from tests.unit.wording import Wording
+
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+ATTENTION = {**SIZE, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+CONFIGS = [LlamaConfig(**ATTENTION), Qwen3Config(**ATTENTION), MistralConfig(**ATTENTION, sliding_window=4)]
+CPU = torch.device("cpu")
+
+
+def make_model(config: object, **options: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, **options)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_models_that_keep_examples_apart_pass(config: LlamaConfig, attention: str, flat: bool) -> None:
+    config._attn_implementation = attention
+    model = make_model(config).train()
+    check_isolation(model, Collator(256, 0, packing=True, flat=flat), CPU)
+    assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_that_does_not_is_refused(dtype: torch.dtype, wording: Wording) -> None:
+    model = make_model(MambaConfig(**SIZE)).to(dtype)
+    with pytest.raises(ShardmakeError) as error:
+        check_isolation(model, Collator(256, 0, packing=True, flat=False), CPU, dtype)
+    wording(error.value)
+    check_isolation(model, Collator(256, 0, packing=False, flat=False), CPU)
+
+
+class Influenced(torch.nn.Module):
+    """Logits of about 1; the first token of a sequence changes all of them by ``influence``."""
+
+    def __init__(self, influence: float) -> None:
+        super().__init__()
+        self.influence = influence
+
+    def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> CausalLMOutput:
+        first = input_ids.flatten()[0].float()
+        return CausalLMOutput(logits=torch.ones(*input_ids.shape, 4) + self.influence * first)
+
+
+@pytest.mark.parametrize(
+    ("influence", "dtype", "passes"),
+    [
+        (1e-6, torch.float32, True),
+        (0.01, torch.float32, False),
+        (0.01, torch.bfloat16, True),
+        (0.1, torch.bfloat16, False),
+        (0.01, torch.float16, False),
+    ],
+)
+def test_experts_may_round_otherwise_in_16_bits(influence: float, dtype: torch.dtype, passes: bool) -> None:
+    with nullcontext() if passes else pytest.raises(ShardmakeError, match="mixes packed examples"):
+        check_isolation(Influenced(influence), Collator(256, 0, packing=True, flat=False), CPU, dtype)
+
+
+def test_the_check_of_a_compiled_model_leaves_the_training_graph_static() -> None:
+    """Compiled by the check, the graph would have symbols for batch and length after the first training batch."""
+    graphs: list[list[torch.SymInt]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graphs.append([value for value in inputs if isinstance(value, torch.SymInt)])
+        return graph.forward
+
+    torch.compiler.reset()
+    collator = Collator(64, 0, packing=True, flat=False)
+    model: Any = torch.compile(make_model(LlamaConfig(**ATTENTION)), backend=record)
+    check_isolation(model, collator, CPU)
+    assert graphs == []
+    ids = torch.arange(64) % 60
+    batch = collator([{"input_ids": ids, "labels": ids, "position_ids": torch.arange(64)}])
+    model(**batch).loss.backward()
+    assert graphs and not any(graphs)
+
 
 examples = st.lists(
     st.integers(1, 40).flatmap(
@@ -142,9 +224,7 @@ def test_loss_and_gradient_of_a_pack_are_those_of_its_examples(
     torch.testing.assert_close(torch.autograd.grad(total, list(model.parameters())), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_with_a_cache_examples_would_see_each_other(
-    model: LlamaForCausalLM, packed: Sequences, many: list[Tokens]
-) -> None:
+def test_with_a_cache_examples_see_each_other(model: LlamaForCausalLM, packed: Sequences, many: list[Tokens]) -> None:
     """The reason for use_cache=False in a batch; when this fails, transformers no longer needs it."""
     batch = Collator(SEQUENCE_LENGTH, pad_token_id=0, packing=True, flat=False)([packed[i] for i in range(len(packed))])
     total = model(**{**batch, "use_cache": True}).loss * (batch["labels"] != IGNORED).sum()

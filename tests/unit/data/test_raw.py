@@ -56,6 +56,10 @@ def test_files_are_linked_hashed_and_noticed(run: Run, tmp_path: Path) -> None:
     assert receipt.train.sequences == 0 and receipt.eval.examples == 8 and receipt.data_format == "chat"
     assert not (rundir.data / "train").exists()
     check_raw(rundir)
+    (tmp_path / "own").rename(tmp_path / "moved")
+    data = run.data.model_copy(update={"train": str(tmp_path / "moved")})
+    assert prepare(run.model_copy(update={"data": data}), rundir) == receipt, "its links follow"
+    check_raw(rundir)
 
 
 def test_other_files_are_other_training_data(run: Run, tmp_path: Path) -> None:
@@ -76,15 +80,6 @@ def test_other_files_are_other_training_data(run: Run, tmp_path: Path) -> None:
         check_raw(rundir)
     prepare(run, rundir)
     assert not (rundir.raw_data / "images").exists()
-
-
-def test_links_follow_a_source_that_moved(run: Run, tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path / "runs/chat")
-    receipt = prepare(run, rundir)
-    (tmp_path / "own").rename(tmp_path / "moved")
-    data = run.data.model_copy(update={"train": str(tmp_path / "moved")})
-    assert prepare(run.model_copy(update={"data": data}), rundir) == receipt
-    check_raw(rundir)
 
 
 def test_a_single_file_is_alone_in_its_folder(run: Run, tmp_path: Path) -> None:

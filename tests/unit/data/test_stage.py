@@ -25,8 +25,9 @@ from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
-from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
+from tests.unit.data.test_encode import MARKED, PLAIN, make_tokenizer, shown, talk
 from tests.unit.data.test_files import COMPRESSORS, as_csv
+from tests.unit.wording import Wording
 
 LENGTH = 64
 
@@ -58,7 +59,7 @@ def write_rows(path: Path, rows: list[Any]) -> str:
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 25, (count, 2), generator=generator).tolist()
-    return [{"messages": chat("u:" + "q" * asked, "a:" + "w" * answered)} for asked, answered in sizes]
+    return [talk("u:" + "q" * asked, "a:" + "w" * answered) for asked, answered in sizes]
 
 
 def make_run(model: Path, data: dict[str, Any], **changes: Any) -> Run:
@@ -118,12 +119,7 @@ def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_pa
 
 
 def test_long_examples_are_cut_and_counted(model: Path, tmp_path: Path) -> None:
-    rows = [
-        {"messages": chat("u:a", "a:" + "b" * 100)},
-        {"messages": chat("u:" + "a" * 100, "a:b")},
-        {"messages": chat("u:a")},
-        {"messages": chat("u:a", "a:b")},
-    ]
+    rows = [talk("u:a", "a:" + "b" * 100), talk("u:" + "a" * 100, "a:b"), talk("u:a"), talk("u:a", "a:b")]
     path = write_rows(tmp_path / "t.jsonl", rows)
     rundir = RunDir(tmp_path / "run")
     receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir).as_json()
@@ -165,7 +161,7 @@ def test_evaluation_examples_that_are_also_trained_on_are_counted(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool
 ) -> None:
     rows = conversations(40)
-    fresh = [{"messages": chat(f"u:{'e' * size}", "a:wwe")} for size in range(1, 6)]
+    fresh = [talk(f"u:{'e' * size}", "a:wwe") for size in range(1, 6)]
     data = {
         "train": write_rows(tmp_path / "train.jsonl", rows),
         "eval": write_rows(tmp_path / "eval.jsonl", [*fresh, rows[3], rows[7]]),
@@ -177,9 +173,7 @@ def test_evaluation_examples_that_are_also_trained_on_are_counted(
     assert prepare(make_run(model, data, packing=packing), RunDir(tmp_path / "run")).repeated == 0
 
 
-def test_the_result_depends_on_the_seed_and_not_on_the_processes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_seed_decides_and_not_the_processes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     data = {"train": write_rows(tmp_path / "t.jsonl", conversations(300))}
     made = {}
@@ -191,9 +185,7 @@ def test_the_result_depends_on_the_seed_and_not_on_the_processes(
         assert made["one"][file] == made["two"][file] != made["other"][file]
 
 
-def test_a_killed_stage_encodes_only_what_is_missing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_stage_encodes_what_is_missing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is that of a stage that was not killed, and other inputs start again."""
     monkeypatch.setattr(build, "_ROWS_IN_BATCH", 10)
     monkeypatch.setattr(build, "_PARTS", 3)
@@ -242,9 +234,7 @@ def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("cpus", [1, 2], ids=["one process", "workers"])
-def test_a_failure_names_its_line_and_leaves_what_was_there(
-    model: Path, tmp_path: Path, cpus: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_names_its_line(model: Path, tmp_path: Path, cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     path = tmp_path / "t.jsonl"
     run = make_run(model, {"train": write_rows(path, conversations(20))})
@@ -269,9 +259,7 @@ def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
         ("train", '{"messages": [{"role": "user", "content": 7}]}', r"line 151: messages\[0\]\.content is int\. "),
     ],
 )
-def test_every_example_of_text_files_is_checked_without_a_model(
-    tmp_path: Path, split: str, line: str, message: str
-) -> None:
+def test_every_example_of_text_is_checked_without_a_model(tmp_path: Path, split: str, line: str, message: str) -> None:
     path, other = tmp_path / "t.jsonl", write_rows(tmp_path / "o.jsonl", conversations(3))
     run = make_run(tmp_path / "nowhere", {"train": other, "eval": other, split: write_rows(path, conversations(150))})
     check_sources(run)
@@ -317,10 +305,8 @@ def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_
         check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
 
 
-def test_bad_rows_are_dropped_and_counted_up_to_a_limit(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    bad: list[Any] = [{"messages": [{"role": "human", "content": "a"}, *chat("a:b")]}, {"messages": 3}]
+def test_bad_rows_are_dropped_up_to_a_limit(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad: list[Any] = [talk("h:a", "a:b"), {"messages": 3}]
     path = write_rows(tmp_path / "t.jsonl", [*conversations(58), *bad])
     data = {"train": path, "eval": write_rows(tmp_path / "e.jsonl", conversations(3))}
     for check in (check_sources, check_first_rows):
@@ -344,14 +330,14 @@ def test_turns_that_are_apart_are_counted_and_unusual_shares_named(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    rows = [{"messages": chat("u:a", "a:b", "u:c", "a:d", "u:" + "e" * 40, "a:f")}] * 4 + conversations(2)
+    rows = [talk("u:a", "a:b", "u:c", "a:d", "u:" + "e" * 40, "a:f")] * 4 + conversations(2)
     data = {"train": write_rows(tmp_path / "t.jsonl", rows), "eval": write_rows(tmp_path / "e.jsonl", conversations(2))}
     receipt = prepare(make_run(model, data | {"turns": "apart"}), RunDir(tmp_path / "run"))
     assert (receipt.train.apart, receipt.train.examples, receipt.eval.apart) == (4, 14, 0)
     assert any("of 4 conversations each turn is an example with its own context" in text for text in caplog.messages)
     together = prepare(make_run(model, data), RunDir(tmp_path / "run"))
     assert (together.train.apart, together.train.examples) == (0, 6)
-    long = [{"messages": chat("u:" + "q" * 900, "a:b")}] * 4
+    long = [talk("u:" + "q" * 900, "a:b")] * 4
     write_rows(tmp_path / "t.jsonl", long)
     check_first_rows(make_run(model, data, sequence_length=2048))
     assert any("data are learned (0." in text and "--show 3" in text for text in caplog.messages)
@@ -373,7 +359,7 @@ def test_marks_that_say_other_tokens_are_named(
 
 
 def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:
-    rows = [{"messages": chat("u:a", "a:b")}, {"messages": chat("u:a", "a:b"), "functions": "[]"}]
+    rows = [talk("u:a", "a:b"), talk("u:a", "a:b", functions="[]")]
     path = write_rows(tmp_path / "t.jsonl", rows)
     data = {"train": path, "columns": {"tools": "functions"}}
     check_first_rows(make_run(model, data))
@@ -429,35 +415,24 @@ def test_a_full_disk_is_reported(model: Path, tmp_path: Path, writer: str, monke
     assert not list(tmp_path.glob("run/.data*"))
 
 
-@pytest.mark.parametrize(
-    ("rows", "template", "vocabulary", "message"),
-    [
-        ([{"messages": chat("u:a")}] * 3, MARKED, 128, (
-            "No example in the train data has a token to learn: 3 examples; 3 dropped, with nothing to learn. The "
-            "first: {path}, line 1; {path}, line 2; {path}, line 3. Only messages with the role assistant are learned. "
-            "Check data.format and data.loss_on, or raise sequence_length."
-        )),
-        (conversations(1), MARKED, 128, (
-            "Too little data: {path} has one example, and evaluation needs another one. Set data.eval or add data."
-        )),
-        (conversations(4), MARKED, 50, "The tokenizer of '{model}' produces token id "),
-        (conversations(4), "", 128, "Cannot load the tokenizer of '{model}': "),
-        (conversations(5), None, 128, (
-            "The tokenizer of '{model}' has no chat template, and the data are conversations. "
-        )),
-    ],
-    ids=["nothing to learn", "one example", "another tokenizer", "no tokenizer", "no template"],
-)  # fmt: skip
-def test_what_cannot_be_used_is_refused(
-    tmp_path: Path, rows: list[Any], template: str | None, vocabulary: int, message: str
-) -> None:
+UNUSABLE: dict[str, tuple[list[Any], str | None, int]] = {
+    "nothing to learn": ([talk("u:a")] * 3, MARKED, 128),
+    "one example": (conversations(1), MARKED, 128),
+    "another tokenizer": (conversations(4), MARKED, 50),
+    "no tokenizer": (conversations(4), "", 128),
+    "no template": (conversations(5), None, 128),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_cannot_be_used_is_refused(tmp_path: Path, case: str, wording: Wording) -> None:
+    rows, template, vocabulary = UNUSABLE[case]
     folder, path = tmp_path / "model", write_rows(tmp_path / "t.jsonl", rows)
     LlamaConfig(vocab_size=vocabulary).save_pretrained(folder)
     if template != "":
         make_tokenizer(template).save_pretrained(folder)
     run = make_run(folder, {"train": path} | ({"eval": path} if len(rows) == 3 else {}))
     found = refusal(run, RunDir(tmp_path / "run"))
-    assert found.startswith(message.format(path=path, model=folder))
-    assert vocabulary != 50 or "but the model's vocab_size is 50. " in found
+    wording(found.partition(": ")[0] if case == "no tokenizer" else found)  # a library's words follow
     with pytest.raises(ShardmakeError, match=re.escape(found.partition(" data has")[0].partition("train")[0])):
         check_first_rows(run)

@@ -15,51 +15,41 @@ from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
 from tests.unit.data.reference import TEMPLATES, expected, in_parts, stops_of, tokenizer_for
+from tests.unit.data.test_encode import chat, talk
 
 Row = dict[str, Any]
-
-
-def _say(*turns: str) -> list[Row]:
-    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer", "h": "human"}
-    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
-
-
 _FUNCTION = {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}
 _CALL = {"type": "function", "id": "abcdefghi", "function": _FUNCTION}
 _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 _DESCRIBED = {"name": "get_weather", "description": "Weather of a city.", "parameters": _PARAMETERS}
 _TOOL: Row = {"type": "function", "function": _DESCRIBED}
-_CALLED = [
-    *_say("u:What is the weather in Paris?"),
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": "sunny"},
-    *_say("a:It is sunny."),
-]
+_CALLED = chat(
+    "u:What is the weather in Paris?", {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": "sunny"}, "a:It is sunny.",
+)  # fmt: skip
 _THOUGHT = {"role": "assistant", "content": "It is sunny.", "reasoning_content": "The window shows it."}
 CONVERSATIONS: dict[str, Row] = {
-    "one turn": {"messages": _say("u:What is it?", "a:It is sunny.")},
-    "system": {"messages": _say("s:Be brief.", "u:What is it?", "a:It is sunny.")},
-    "two turns": {"messages": _say("u:What is it?", "a:It is sunny.", "u:Where?", "a:In Paris.")},
-    "three turns, system": {
-        "messages": _say("s:Be brief.", "u:What?", "a:Sun.", "u:Where?", "a:In Paris.", "u:Why?", "a:It is so.")
-    },
-    "last turn of the user": {"messages": _say("u:What is it?", "a:It is sunny.", "u:Thank you")},
-    "assistant first": {"messages": _say("a:Hello, traveller.", "u:What is it?", "a:It is sunny.")},
-    "answer with line breaks": {"messages": _say("u:What is it?", "a:\n\nIt is\n\n\nsunny.\n")},
-    "two answers": {"messages": _say("u:What is it?", "a:It is sunny.", "a:In Paris.")},
-    "reasoning": {"messages": [*_say("u:What is it?"), _THOUGHT]},
-    "reasoning in two turns": {"messages": [*_say("u:What is it?"), _THOUGHT, *_say("u:Where?"), _THOUGHT]},
-    "reasoning in the text": {"messages": _say("u:What?", "a:<think>\nThe window shows it.\n</think>\n\nIt is sunny.")},
+    "one turn": talk("u:What is it?", "a:It is sunny."),
+    "system": talk("s:Be brief.", "u:What is it?", "a:It is sunny."),
+    "two turns": talk("u:What is it?", "a:It is sunny.", "u:Where?", "a:In Paris."),
+    "three turns, system": talk("s:Be brief.", "u:What?", "a:Sun.", "u:Where?", "a:In Paris.", "u:Why?", "a:It is so."),
+    "last turn of the user": talk("u:What is it?", "a:It is sunny.", "u:Thank you"),
+    "assistant first": talk("a:Hello, traveller.", "u:What is it?", "a:It is sunny."),
+    "answer with line breaks": talk("u:What is it?", "a:\n\nIt is\n\n\nsunny.\n"),
+    "two answers": talk("u:What is it?", "a:It is sunny.", "a:In Paris."),
+    "reasoning": talk("u:What is it?", _THOUGHT),
+    "reasoning in two turns": talk("u:What is it?", _THOUGHT, "u:Where?", _THOUGHT),
+    "reasoning in the text": talk("u:What?", "a:<think>\nThe window shows it.\n</think>\n\nIt is sunny."),
     "tool call": {"messages": _CALLED, "tools": [_TOOL]},
     "tool call without tools": {"messages": _CALLED},
-    "developer": {"messages": _say("d:Be brief.", "u:What is it?", "a:It is sunny.")},
-    "unknown role": {"messages": _say("h:What is it?", "a:It is sunny.")},
+    "developer": talk("d:Be brief.", "u:What is it?", "a:It is sunny."),
+    "unknown role": talk("h:What is it?", "a:It is sunny."),
 }  # fmt: skip
 
 
 def _encoder(tokenizer: Any, name: str) -> Encoder:
-    chat = ChatTemplate(tokenizer, frozenset(stops_of(name)))
-    return Encoder(chat, Layout("chat", FORMATS["chat"].columns), assistant_only=True)
+    template = ChatTemplate(tokenizer, frozenset(stops_of(name)))
+    return Encoder(template, Layout("chat", FORMATS["chat"].columns), assistant_only=True)
 
 
 def _learned(tokenizer: Any, ids: list[int], mask: list[bool]) -> list[tuple[list[int], list[int]]]:

@@ -128,9 +128,7 @@ CUT = [
 @pytest.mark.parametrize(
     ("template", "prompt", "of_theirs"), CUT, ids=["a header that the answer lacks", "a system text that moves"]
 )
-def test_the_prompt_of_a_pair_is_that_of_inference_where_trl_cuts_it(
-    template: str, prompt: str, of_theirs: str
-) -> None:
+def test_the_prompt_of_a_pair_is_that_of_inference_where_trl_cuts(template: str, prompt: str, of_theirs: str) -> None:
     """TRL takes what the prompt has in common with the answered conversation, and loses a system text with the rest."""
     tokenizer, asked = make_tokenizer(template), chat("s:x", "u:a") if "x" in prompt else chat("u:a")
     pair = {"prompt": asked, "chosen": chat("a:b"), "rejected": chat("a:c")}

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from shardmake.data import varlen
 from shardmake.data.dataset import IGNORED, Collator
 from shardmake.data.varlen import KernelLimitError, plain_varlen, register_cpu_kernel, register_varlen, varlen_attention
-from tests.unit.data.test_isolation import CONFIGS, make_model
+from tests.unit.data.test_packing import CONFIGS, make_model
 
 LENGTHS = [[7, 12, 1], [9], [3, 4]]
 """Tokens of the examples in each sequence of a batch."""

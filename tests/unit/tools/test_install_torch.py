@@ -1,4 +1,4 @@
-"""The build of torch that ``make install`` chooses, and what it says when pip does not find it."""
+"""The build of torch that ``make install`` chooses, without one too, and the versions of ``make test-versions``."""
 
 import os
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 from shardmake.core.errors import ConfigError
 from shardmake.launch.gpu_status import parse_gpus
 from tools import install_torch
+from tools.library_versions import other_pins, requirements
 
 ROOT = Path(__file__).parents[3]
 A100 = parse_gpus("0, GPU-0, 4, 0, 550.54.15, 8.0")
@@ -98,9 +99,7 @@ def test_another_build_than_requested_is_refused(pip: list, monkeypatch: pytest.
         install_torch.main("cu130")
 
 
-def test_a_machine_without_a_driver_gets_a_line_about_which_driver_the_nodes_need(
-    pip: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_driver_reads_which_driver_nodes_need(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, None, "13.0")
     line = install_torch.main("")
     assert "needs driver 580 or newer" in line and "make install CUDA=cu126 (driver 525 or newer)" in line
@@ -117,9 +116,7 @@ def test_an_installed_cuda_stays_until_another_one_is_named(pip: list, monkeypat
 
 
 @pytest.mark.parametrize(("cuda", "extras"), [("13.0", "[gpu]"), (None, "")])
-def test_packages_for_gpus_come_with_a_build_for_cuda(
-    cuda: str | None, extras: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_for_gpus_come_with_cuda(cuda: str | None, extras: str, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, pinned(), cuda)
     assert install_torch.extras() == extras
 
@@ -165,3 +162,16 @@ def test_a_python_in_a_closed_home_is_named(tmp_path: Path) -> None:
     warning = install_torch.private_python(python)
     assert warning and "which is closed to them. To share it" in warning
     assert install_torch.private_python(Path("/usr/bin/env")) is None
+
+
+def test_oldest_and_newest_are_those_of_the_supported_range() -> None:
+    oldest = requirements(["oldest"])
+    assert {"torch==2.11.*", "typer==0.24.*"} <= set(oldest)
+    assert all("." in text.partition("==")[2].removesuffix(".*") for text in oldest), "5.* is not the oldest 5"
+    assert {"torch>=2.11", "snakemake<10,>=9.27"} <= set(requirements(["newest"]))
+    assert requirements(["torch==2.12.1", "peft==0.22"]) == ["torch==2.12.1", "peft==0.22"]
+
+
+def test_the_other_libraries_keep_their_pins() -> None:
+    pins = [line.partition("==")[0] for line in other_pins(install_torch.CONSTRAINTS.read_text(), ["torch==2.11.*"])]
+    assert {"sympy", "transformers"} <= set(pins) and not {"torch", "triton"} & set(pins)

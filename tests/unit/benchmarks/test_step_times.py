@@ -1,4 +1,4 @@
-"""The figures that the README and the plan rely on: the modelled step times against the published throughputs."""
+"""The modelled step times against the published throughputs, and against those of a CPU."""
 
 import csv
 import statistics
@@ -6,6 +6,7 @@ import statistics
 import pytest
 
 from benchmarks.step_time_accuracy import FITTED, RESULTS, ROWS, SCATTER, predict, rank_correlation, summary
+from benchmarks.step_time_cpu import Row, report, strategies
 
 with ROWS.open() as file:
     PUBLISHED = list(csv.DictReader(file))
@@ -41,3 +42,19 @@ def test_rank_correlation_is_that_of_the_order() -> None:
 
 def test_the_kept_results_are_those_of_this_code() -> None:
     assert RESULTS.read_text().endswith("\n".join(summary(PUBLISHED, MODELLED)) + "\n")
+
+
+def test_every_strategy_that_a_cpu_can_run_is_measured() -> None:
+    assert {"ddp", "zero1", "zero1-offload", "zero2", "zero3", "zero3-offload"} <= set(strategies())
+    assert not {"fsdp", "zero3-nvme"} & set(strategies())
+
+
+def test_the_table_has_ratios_and_the_correlation_of_each_size() -> None:
+    times = {"ddp": (1.0, 2.0), "zero2": (2.0, 4.0), "zero3": (4.0, 4.0)}
+    rows = [Row("small", name, *both) for name, both in times.items()]
+    text = report(rows, (0.1, 2.0))
+    ratios = [line.split()[-2:] for line in text.splitlines()[1:4]]
+    assert ratios == [["2.00", "1.00"], ["2.00", "1.00"], ["1.00", "0.50"]]
+    assert "small: median ratio 2.00, median deviation from it 0.0%, rank correlation 0.87" in text
+    assert "load of the machine before and after: 0.1, 2.0" in text
+    assert rows[0].ratio == pytest.approx(2)
