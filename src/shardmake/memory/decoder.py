@@ -53,11 +53,11 @@ def layer_input(scenario: Scenario) -> int:
 class DecoderStep:
     """The parts of the model, in the order in which transformers runs them."""
 
-    def __init__(self, scenario: Scenario, shape: Decoder) -> None:
+    def __init__(self, scenario: Scenario, shape: Decoder, weights: dict[str, Parameter] | None = None) -> None:
         self.scenario = scenario
         self.shape = shape
         self.tokens = scenario.tokens
-        self.weights = weights_of(scenario, shape.layers)
+        self.weights = weights or weights_of(scenario, shape.layers)
         self.tape = Tape()
         self.tape.autocast = scenario.compute if scenario.autocast else None
         self.embedding = f"{shape.root}.embed_tokens.weight"

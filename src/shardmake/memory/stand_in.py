@@ -6,8 +6,8 @@ of the experts. What is not a matrix, such as a convolution or a scan, is not th
 """
 
 from shardmake.memory import size_tensors as ops
-from shardmake.memory.decoder import DecoderStep
-from shardmake.memory.model import Decoder, matrix_share
+from shardmake.memory.decoder import DecoderStep, weights_of
+from shardmake.memory.model import SCORE_HEAD, Decoder, matrix_share
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.size_tensors import SizeTensor, TensorEvent
 
@@ -22,11 +22,14 @@ def stand_in(scenario: Scenario) -> list[TensorEvent]:
 
 class _StandIn(DecoderStep):
     def __init__(self, scenario: Scenario, shape: Decoder) -> None:
-        super().__init__(scenario, shape)
+        weights = weights_of(scenario, shape.layers)
         names = {"embedding": "model.embed_tokens.weight", "linear": "lm_head.weight", "norm": "model.norm.weight"}
         for tensor in scenario.model.tensors:
             if tensor.block is None and tensor.kind in names and len(tensor.shape) == 2 - (tensor.kind == "norm"):
-                self.weights.setdefault(names[tensor.kind], self.weights[tensor.name])
+                weights.setdefault(names[tensor.kind], weights[tensor.name])
+                if tensor.kind == "linear":  # the last one is the head, whatever its name
+                    weights[f"{SCORE_HEAD}.weight"] = weights[tensor.name]
+        super().__init__(scenario, shape, weights)
 
     def _layer(self, hidden: SizeTensor, index: int, stops_early: bool = False) -> SizeTensor:
         out = ops.scale(ops.cast(ops.activation(ops.cast(hidden, 4)), hidden.item))

@@ -15,6 +15,7 @@ from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
+from shardmake.memory.stand_in import stand_in
 from shardmake.memory.trace import _prefix, _request, failure, size_at
 from shardmake.memory.unroll import kept_layers, neighborhoods, unrolled
 from shardmake.plan.candidates import choices
@@ -38,6 +39,8 @@ def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> 
     assert [event[1] for event in events if event[0] == "forward"] == list(range(blocks))
     assert gradients(events) >= {tensor.name for tensor in model.tensors if tensor.block is not None} - UNUSED
     assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
+    matrices = {tensor.name for tensor in model.tensors if tensor.block is not None and len(tensor.shape) == 2}
+    assert gradients(stand_in(case)) >= matrices, "a step that could not be traced"
 
 
 @pytest.fixture
