@@ -11,7 +11,7 @@ import pytest
 
 from shardmake.core.temporary import process_folder, temporary_folder
 
-OFFLOAD = "from shardmake.evaluate.backends import _offload_folder; folder = _offload_folder(sys.argv[1])"
+OFFLOAD = "from shardmake.core.temporary import process_folder; folder = str(process_folder('offload', sys.argv[1]))"
 USERS = {
     "offload": OFFLOAD,
     "fetch": "from shardmake.core.temporary import temporary_folder\n"
