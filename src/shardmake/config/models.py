@@ -712,77 +712,53 @@ class Slurm(Section):
     account: str | None = Field(None, description="Account.")
     qos: str | None = Field(None, description="Quality of service.")
     constraint: str | None = Field(None, description="Required node features.")
-    cpu_partition: str | None = Field(
-        None,
-        description="Partition of the jobs that need no GPU, which are those of data and consolidate. Without it, "
-        "`partition`. With it, `constraint` and the `reservation` in `extra` hold for the other jobs only.",
-    )
+    cpu_partition: str | None = None
+    """Partition of the jobs that need no GPU, which are those of data and consolidate. Without it, `partition`. With
+    it, `constraint` and the `reservation` in `extra` hold for the other jobs only."""
     cpu_account: str | None = Field(None, description="Account of these jobs. Without it, `account`.")
     cpu_qos: str | None = Field(None, description="Quality of service of these jobs. Without it, `qos`.")
     cpu_constraint: str | None = Field(None, description="Required node features of these jobs.")
-    time_limit: values.TimeLimit = Field(
-        "24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`, at most a year."
-    )
-    stage_time_limit: values.TimeLimit | None = Field(
-        None, description="Time limit of the jobs of data, consolidate and evaluate. Without it, `time_limit`."
-    )
-    driver: Literal["login", "job"] = Field(
-        "login",
-        description="Place of Snakemake and the drivers: the login node, or a small job without a GPU, for sites that "
-        "forbid long processes on login nodes. With `job`, `shardmake submit` starts it, and Snakemake on a login node "
-        "refuses stages that need jobs.",
-    )
-    driver_time_limit: values.TimeLimit | None = Field(
-        None,
-        description="Time limit of the driver job, which submits itself again before the limit. Without it, "
-        "`time_limit`. A stage other than training must fit into it, with its time in the queue.",
-    )
+    time_limit: values.TimeLimit = "24:00:00"
+    """Time limit of one training job, `[D-]HH:MM:SS`, at most a year."""
+    stage_time_limit: values.TimeLimit | None = None
+    """Time limit of the jobs of data, consolidate and evaluate. Without it, `time_limit`."""
+    driver: Literal["login", "job"] = "login"
+    """Place of Snakemake and the drivers: the login node, or a small job without a GPU, for sites that forbid long
+    processes on login nodes. With `job`, `shardmake submit` starts it, and Snakemake on a login node refuses stages
+    that need jobs."""
+    driver_time_limit: values.TimeLimit | None = None
+    """Time limit of the driver job, which submits itself again before the limit. Without it, `time_limit`. A stage
+    other than training must fit into it, with its time in the queue."""
     driver_memory_gib: values.HostMemory = Field(4, description="Memory of the driver job, GiB.")
-    gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = Field(
-        "gres", description="Option with which this cluster requests GPUs."
-    )
-    memory: Literal["per_node", "per_cpu", "none"] = Field(
-        "per_node",
-        description="Request of host RAM: `--mem`; `--mem-per-cpu`, for sites that take no other; or none, for sites "
-        "that give whole nodes.",
-    )
-    gpu_type: values.GpuType | None = Field(
-        None, description="GPU type in the request, as in `gres=gpu:a100:4`; also a MIG slice, such as `1g.10gb`."
-    )
-    signal_seconds: values.Count = Field(
-        120,
-        description="Seconds before the time limit at which a job gets the signal to save and stop. It is raised to "
-        "two measured saves and a minute if that is longer, up to a quarter of the limit.",
-    )
-    restart_in_place: bool = Field(
-        False,
-        description="After a rank failed, start the ranks again inside the running job, as a new attempt, instead of "
-        "submitting a new job. Failures that need other nodes, more memory or more time still lead to a new job.",
-    )
-    spare_nodes: values.Nodes | None = Field(
-        None,
-        description="Nodes of the training's job beyond those of its ranks, and beyond `max_nodes`. With "
-        "`restart_in_place`, the ranks start again on them instead of a node that failed or is excluded. Without it, "
-        "none.",
-    )
+    gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = "gres"
+    """Option with which this cluster requests GPUs."""
+    memory: Literal["per_node", "per_cpu", "none"] = "per_node"
+    """Request of host RAM: `--mem`; `--mem-per-cpu`, for sites that take no other; or none, for sites that give whole
+    nodes."""
+    gpu_type: values.GpuType | None = None
+    """GPU type in the request, as in `gres=gpu:a100:4`; also a MIG slice, such as `1g.10gb`."""
+    signal_seconds: values.Count = 120
+    """Seconds before the time limit at which a job gets the signal to save and stop. It is raised to two measured saves
+    and a minute if that is longer, up to a quarter of the limit."""
+    restart_in_place: bool = False
+    """After a rank failed, start the ranks again inside the running job, as a new attempt, instead of submitting a new
+    job. Failures that need other nodes, more memory or more time still lead to a new job."""
+    spare_nodes: values.Nodes | None = None
+    """Nodes of the training's job beyond those of its ranks, and beyond `max_nodes`. With `restart_in_place`, the ranks
+    start again on them instead of a node that failed or is excluded. Without it, none."""
     wckey: str | None = Field(None, description="Workload characterization key, if the site requires one.")
     exclude: str | None = Field(None, description="Nodes to exclude, in Slurm's notation.")
-    setup: list[str] = Field(
-        default_factory=list, description="Shell commands to run first in each job, such as `module load cuda`."
-    )
-    srun_extra: list[str] = Field(
-        default_factory=list, description="Further options of the training's srun, such as `--mpi=none`."
-    )
-    container: Container | None = Field(
-        None, description="Run the jobs in a container. Without it, they use the login node's environment."
-    )
-    extra: dict[str, str | values.SlurmNumber | bool] = Field(
-        default_factory=dict,
-        description="Further #SBATCH parameters, by their long names; false leaves one out, such as `comment`. Those "
-        "that size a job (such as `mem` and `gres`) hold for the training only, and `exclusive` for training and "
-        "evaluate. With `requeue: true`, Slurm "
-        "restarts a job that it preempted or whose node failed; a training then resumes from its newest checkpoint.",
-    )
+    setup: list[str] = Field(default_factory=list)
+    """Shell commands to run first in each job, such as `module load cuda`."""
+    srun_extra: list[str] = Field(default_factory=list)
+    """Further options of the training's srun, such as `--mpi=none`."""
+    container: Container | None = None
+    """Run the jobs in a container. Without it, they use the login node's environment."""
+    extra: dict[str, str | values.SlurmNumber | bool] = Field(default_factory=dict)
+    """Further #SBATCH parameters, by their long names; false leaves one out, such as `comment`. Those that size a job
+    (such as `mem` and `gres`) hold for the training only, and `exclusive` for training and evaluate. With `requeue:
+    true`, Slurm restarts a job that it preempted or whose node failed; a training then resumes from its newest
+    checkpoint."""
 
     @field_validator("extra")
     @classmethod
@@ -805,77 +781,53 @@ class Cluster(Section):
     """One machine or cluster: its nodes, its network and the way to start jobs."""
 
     executor: Literal["local", "slurm"] = Field(description="Train on this machine, or in one Slurm job.")
-    accelerator: str = Field(
-        "cpu", description="GPU model as in `shardmake estimate --list-gpus` (a100-80gb, h100, ...), or `cpu`."
-    )
-    gpu_memory_gib: values.GpuMemory | None = Field(
-        None, description="Memory of one GPU, GiB. Without it, that of the GPU model."
-    )
+    accelerator: str = "cpu"
+    """GPU model as in `shardmake estimate --list-gpus` (a100-80gb, h100, ...), or `cpu`."""
+    gpu_memory_gib: values.GpuMemory | None = None
+    """Memory of one GPU, GiB. Without it, that of the GPU model."""
     max_nodes: values.Nodes = Field(1, description="Maximum number of nodes for one run.")
     processes_per_node: values.Ranks = Field(description="Ranks per node: on a GPU node, its number of GPUs.")
     cpus_per_node: values.Count = Field(description="Cores that a job can use on a node.")
     memory_gib_per_node: values.HostMemory = Field(description="Host RAM that a job can use on a node, GiB.")
     nvme_path: values.PathText | None = Field(None, description="Folder on node-local NVMe for offload.")
     nvme_gib_per_node: values.DiskSpace | None = Field(None, description="Free NVMe space per node, GiB.")
-    intra_node_gbps: values.Bandwidth | None = Field(
-        None, description="Bandwidth between two GPUs of a node, GB/s each way. Without it, that of the GPU model."
-    )
-    inter_node_gbps: values.Bandwidth = Field(
-        12.5, description="Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."
-    )
-    network_interface: str | None = Field(
-        None, description="Network interface for training, such as `ib0`. Without it, that of the default route."
-    )
-    network_check_seconds: values.Seconds = Field(
-        300,
-        description="Time limit of the check before training: for all ranks to appear after their imports, and for the "
-        "network. Imports from a network file system take minutes on 64 or more nodes.",
-    )
+    intra_node_gbps: values.Bandwidth | None = None
+    """Bandwidth between two GPUs of a node, GB/s each way. Without it, that of the GPU model."""
+    inter_node_gbps: values.Bandwidth = 12.5
+    """Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."""
+    network_interface: str | None = None
+    """Network interface for training, such as `ib0`. Without it, that of the default route."""
+    network_check_seconds: values.Seconds = 300
+    """Time limit of the check before training: for all ranks to appear after their imports, and for the network.
+    Imports from a network file system take minutes on 64 or more nodes."""
     internet_on_compute_nodes: bool = Field(False, description="Jobs on compute nodes can reach the internet.")
-    shared: bool = Field(
-        False, description="Share the runs in a lab: the folder's group can read and write every file."
-    )
-    hang_seconds: values.Seconds = Field(
-        600,
-        description="Seconds without progress after which a training step counts as hung, or five median steps if "
-        "that is longer. Loading, saves and evaluations have six times as long. Stacks are kept and training resumes.",
-    )
-    node_mtbf_hours: values.Hours = Field(
-        3700,
-        description="Mean time between failures of one node, in hours and including preemptions, for "
-        "`checkpoints.every_steps: auto`. The default follows from 6.5 failures per 1000 node-days (arXiv 2410.21680).",
-    )
-    trainings_per_user: values.Count = Field(
-        2,
-        description="Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all "
-        "runs and checkouts. Further ones wait.",
-    )
-    login_memory_gib: values.HostMemory = Field(
-        2, description="Memory of the login node for plans and renderings of one user at once, GiB. Further ones wait."
-    )
-    cache: values.PathText | None = Field(
-        None, description="Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."
-    )
-    scratch: values.PathText = Field(
-        "/tmp",
-        description="Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. "
-        "Below `/dev/shm` it counts as host RAM.",
-    )
-    purge_days: values.Count | None = Field(
-        None,
-        description="Days after which the site removes files of the folder of runs that nobody changed. `train` and "
-        "`shardmake clean --config` warn a week before.",
-    )
-    env: dict[values.Variable, str | values.SlurmNumber] = Field(
-        default_factory=dict,
-        description="Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace those that the job "
-        "inherits and those that Shardmake sets. For secrets, use your shell: jobs inherit its variables.",
-    )
-    environment: values.PathText | None = Field(
-        None,
-        description="Python environment of the jobs (the folder above `bin/python`), if compute nodes have another one "
-        "than the login node. Both have the same versions.",
-    )
+    shared: bool = False
+    """Share the runs in a lab: the folder's group can read and write every file."""
+    hang_seconds: values.Seconds = 600
+    """Seconds without progress after which a training step counts as hung, or five median steps if that is longer.
+    Loading, saves and evaluations have six times as long. Stacks are kept and training resumes."""
+    node_mtbf_hours: values.Hours = 3700
+    """Mean time between failures of one node, in hours and including preemptions, for `checkpoints.every_steps: auto`.
+    The default follows from 6.5 failures per 1000 node-days (arXiv 2410.21680)."""
+    trainings_per_user: values.Count = 2
+    """Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all runs and
+    checkouts. Further ones wait."""
+    login_memory_gib: values.HostMemory = 2
+    """Memory of the login node for plans and renderings of one user at once, GiB. Further ones wait."""
+    cache: values.PathText | None = None
+    """Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."""
+    scratch: values.PathText = "/tmp"
+    """Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. Below `/dev/shm` it
+    counts as host RAM."""
+    purge_days: values.Count | None = None
+    """Days after which the site removes files of the folder of runs that nobody changed. `train` and `shardmake clean
+    --config` warn a week before."""
+    env: dict[values.Variable, str | values.SlurmNumber] = Field(default_factory=dict)
+    """Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace those that the job inherits and those
+    that Shardmake sets. For secrets, use your shell: jobs inherit its variables."""
+    environment: values.PathText | None = None
+    """Python environment of the jobs (the folder above `bin/python`), if compute nodes have another one than the login
+    node. Both have the same versions."""
     slurm: Slurm = Field(Slurm(), description="Slurm parameters, for `executor: slurm`.")
 
     @field_validator("accelerator")
