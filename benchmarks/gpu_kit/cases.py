@@ -24,7 +24,7 @@ COMPILE_SECONDS = 150
 CHECKPOINT_STEPS = 5
 """The killed and the stopped training have a checkpoint of this step."""
 NO_FSDP = "Shardmake refuses FSDP without a GPU; tests/workflow trains it on CPUs with patches of Accelerate"
-NO_QLORA = "Shardmake refuses QLoRA without a GPU; tests/workflow/test_quantized.py trains it on CPUs"
+NO_QLORA = "Shardmake refuses QLoRA without a GPU; tests/workflow/test_recipes.py trains it on CPUs"
 NO_FUSED = "Liger's kernels need Triton and a GPU; tests/fake_cuda has their forward pass"
 Ends = Literal["steps", "kill", "memory", "stop"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardmake.plan import resolve
+from shardmake.plan import refusals
 from tests.fork_server import REPOSITORY, ForkServer
 from tests.workflow.by_hand import STEPS, configure, train_by_hand
 from tests.workflow.checkout import Checkout
@@ -78,8 +78,8 @@ def quantizing(forked: Forked) -> Iterator[Forked]:
         pytest.fail(f"bitsandbytes is not in {PACKAGES}. Run: make {PACKAGES.name}")
     server = ForkServer("tests.bitsandbytes_on_cpu", packages=PACKAGES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolve, "wrong_on_cpu", lambda run: ())
-        patch.setattr(resolve, "wrong_packages", lambda run: ())
+        patch.setattr(refusals, "wrong_on_cpu", lambda run: ())
+        patch.setattr(refusals, "wrong_packages", lambda run: ())
         yield Forked(forked.checkout, server)
     server.close()
 
