@@ -89,9 +89,17 @@ def _fault_tests() -> str:
 
 
 def _first_step() -> str:
-    ours, bare, again = _json("first_step.json")["rounds"].values()
-    ratio = median(one / other for one, other in zip(ours, bare, strict=True))
-    return f"{ratio:.2f} times a bare `sbatch` of torchrun; {median(again):.0f} s from a killed rank to the next step"
+    """The medians of the ratios of each round."""
+    rounds = _json("first_step.json")["rounds"]
+
+    def ratio(one: str, other: str) -> str:
+        return f"{median(a / b for a, b in zip(rounds[one], rounds[other], strict=True)):.2f} times"
+
+    return (
+        f"{ratio('shardmake train', 'bare sbatch')} a bare `sbatch` of torchrun; from a killed rank to the next step in "
+        f"a new job {ratio('killed, new job', 'killed, torchrun')}, and restarted in place "
+        f"{ratio('killed, in place', 'killed, torchrun')} torchrun's own restart"
+    )
 
 
 def _data_speed() -> str:
