@@ -24,13 +24,13 @@ def weights_of(scenario: Scenario, layers: int) -> dict[str, Parameter]:
     method, item = scenario.method_spec, weight_bytes(scenario)
     norm = 4 if scenario.widens_frozen and scenario.autocast else item
     found = {}
-    for tensor in (one for one in scenario.held_model.tensors if (one.block or 0) < layers):
+    for tensor in (one for one in scenario.held_model.tensors if one.block is None or one.block < layers):
         in_four_bits = method.in_four_bits and is_quantized(tensor)
         held = scenario.compute if in_four_bits else norm if tensor.kind == "norm" else item
         trained = not method.has_adapters and tensor.name not in scenario.split.frozen_names
         found[tensor.name] = Parameter(tensor.name, tensor.shape, held, trained, in_four_bits)
     item = BYTES[scenario.adapter_compute]
-    adapters = (one for one in scenario.split.adapters if (one.block or 0) < layers)
+    adapters = (one for one in scenario.split.adapters if one.block is None or one.block < layers)
     return found | {one.name: Parameter(one.name, one.shape, item, trained=True) for one in adapters}
 
 
