@@ -90,6 +90,8 @@ def problems_at(destination: PushedTo, files: Mapping[str, FileRecord]) -> list[
     except ShardmakeError as error:
         return [str(error)]
     except OSError as error:
+        if kind != "file":
+            raise
         return [f"{destination.to}: {error.filename} cannot be read: {error.strerror}"]
     logger.info("%s has all files by size and by its list of checksums; they were not read again.", destination.to)
     return [f"{destination.to}: {name} is missing or different" for name in missing]
