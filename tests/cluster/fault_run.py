@@ -6,10 +6,12 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from shardmake.launch.jobs import job_name
@@ -325,6 +327,26 @@ class FaultRun:
         beat = self.beat(1)
         assert beat
         return beat
+
+    def ready_processes(self) -> dict[int, float]:
+        """Return the launchers and ranks that wait, or have waited, with the processor seconds of each."""
+        found = {}
+        for process in psutil.process_iter(["cmdline", "cpu_times", "pid"]):
+            words = process.info["cmdline"] or []
+            if words and words[-1].isdigit() and any(str(self.checkout.root) in word for word in words):
+                found[process.info["pid"]] = sum(process.info["cpu_times"][:2])
+        return found
+
+    def wait_for_ready_processes(self, count: int = 4) -> dict[int, float]:
+        """Wait until ``count`` processes, a launcher and a rank for each node, have imported their libraries."""
+
+        def have_imported() -> bool:
+            before = self.ready_processes()
+            time.sleep(2)
+            return len(before) == count and before == self.ready_processes()
+
+        self.cluster.wait_until(have_imported, "launchers and ranks that wait", timeout=200)
+        return self.ready_processes()
 
     def wait_for_checkpoint(self, attempts: int = 1) -> Heartbeat:
         """Wait until attempt number ``attempts`` has saved one and done some steps more; see `wait_for_steps`."""

@@ -52,6 +52,23 @@ def test_the_same_job_trains_on_unless_it_lacks_a_node(
     assert len({port.read_text() for port in ports}) == len(found)
 
 
+@pytest.mark.parametrize("prepared", ["ddp", "zero3", "fsdp"], indirect=True)
+def test_ranks_that_have_waited_train_after_a_restart(run: FaultRun, prepared: Callable[[], None]) -> None:
+    """A launcher and a rank of each node are the same processes before and after it; none is left at the end."""
+    run.start()
+    run.slow(1)
+    beat = run.wait_for_steps(run.every)
+    ready = run.wait_for_ready_processes()
+    run.send("KILL", beat.pid, beat.host)
+    run.wait_for_steps(1, 2)
+    assert {*ready} <= {*run.ready_processes()}, run.log()
+    run.slow(0)
+    assert run.wait() == 0, run.log()
+    assert run.ends()[0] in f.KILLED and run.ends()[1:] == ["finished"] and len(set(jobs(run))) == 1
+    assert not run.ready_processes()
+    prepared()
+
+
 def kill_first_node(run: FaultRun, attempts: int) -> Ends:
     run.wait_for_checkpoint(attempts)
     run.cluster.kill_node("c1")

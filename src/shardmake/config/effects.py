@@ -113,7 +113,7 @@ EFFECTS: Final = (
         "non_finite checkpoints. eval_every_steps report_to profile. memory_snapshot deepspeed_config "
         "accelerate_config cluster.executor cluster.max_nodes cluster.cpus_per_node cluster.memory_gib_per_node "
         "cluster.nvme_gib_per_node cluster.intra_node_gbps cluster.inter_node_gbps cluster.network_interface "
-        "cluster.network_check_seconds cluster.hang_seconds cluster.node_mtbf_hours",
+        "cluster.network_check_seconds cluster.hang_seconds cluster.node_mtbf_hours cluster.slurm.restart_in_place",
         *run_keys(is_result=False), *TUNING_KEYS,
     ),
     _effect(
@@ -123,7 +123,7 @@ EFFECTS: Final = (
         "data.chat_template",  # its content counts, with the other keys of the data
     ),
     _effect((), STAGES, "cluster.shared cluster.cache"),
-    _effect((), ("train",), "cluster.trainings_per_user cluster.purge_days cluster.slurm.restart_in_place"),
+    _effect((), ("train",), "cluster.trainings_per_user cluster.purge_days"),
     _effect(("consolidate",), ("plan",), "dtype max_shard_size final_checkpoint"),
     _effect((), ("plan", "evaluate"), "evaluation.batch_tokens evaluation.backend evaluation.processes"),
     _effect(("evaluate",), ("plan",), "evaluation."),

@@ -32,6 +32,7 @@ from shardmake.core.units import GIB
 from shardmake.launch.compilers import check_compilers
 from shardmake.launch.gpu_status import installed_cuda, list_gpus, list_released_gpus, visible_gpus
 from shardmake.launch.gpus import check_attention, check_build, check_gpu_memory, check_gpus, slow_gpus
+from shardmake.launch.ready_ranks import READY
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.findings import Finding, stops, warning
 from shardmake.run.plan import Plan
@@ -87,7 +88,7 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
     findings = [
         *versions,
         # The job may request all memory of a node, which is never all free.
-        *check_memory(psutil.virtual_memory().available, plan.host_memory),
+        *check_memory(psutil.virtual_memory().available + READY.memory(), plan.host_memory),
         *check_scratch(Path(attempt.scratch)),
         *check_swap_folders(read_json(folder.deepspeed, "shardmake train NAME")),
         *(stops("files", problem) for problem in denied),

@@ -19,6 +19,7 @@ import psutil
 
 from shardmake.core.errors import LinkError
 from shardmake.launch.jobs import Jobs
+from shardmake.launch.ready_ranks import READY
 from shardmake.run.attempt import LOST, Attempt, AttemptDir, NodeExit
 from shardmake.run.attempt_owner import NONE, claim_next, next_in_job
 
@@ -35,14 +36,20 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(seconds: float = 30.0) -> bool:
-    """Kill the processes below this one, and return whether all have ended; one in state D may not."""
+    """Kill the processes below this one but `READY`, and return whether all have ended; one in state D may not."""
     deadline = time.monotonic() + seconds
-    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+    while (left := _descendants()) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=1)
     return not left
+
+
+def _descendants() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    spared = {process.pid for process in READY.processes()}
+    return [process for process in found if process.pid not in spared]
 
 
 def waits_for_driver(folder: AttemptDir) -> bool:

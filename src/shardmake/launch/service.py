@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from pydantic import Field
 
@@ -276,19 +276,30 @@ def _address_file(folder: AttemptDir, start: int, node_rank: int) -> Path:
     return folder.services / f"start-{start}-node-{node_rank}.json"
 
 
+def _before_exec() -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+
+
+PROGRAM_OPTIONS: Final[Mapping[str, Any]] = {
+    "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "preexec_fn": _before_exec
+}  # fmt: skip
+"""With which `start_program` starts a process."""
+
+
 def start_program(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, **options: Any
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    started: subprocess.Popen[bytes] | None = None,
+    **options: Any,
 ) -> tuple[subprocess.Popen[bytes], LogCopy]:
-    """Start the ranks or the service of a node: it leaves the job's signals to the worker, and ends with the worker."""
+    """Start the ranks or the service of a node: it leaves the job's signals to the worker, and ends with the worker.
 
-    def before_exec() -> None:
-        for number in _IGNORED:
-            signal.signal(number, signal.SIG_IGN)
-        die_with_parent()
-
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=before_exec, **options
-    )
+    ``started`` is its process if it was started before.
+    """
+    process = started or subprocess.Popen(command, env=environment, **PROGRAM_OPTIONS, **options)
     return process, LogCopy(process, log, environment)
 
 

@@ -183,10 +183,13 @@ class Watchdog:
     def publish(self) -> None:
         """Copy the heartbeats of this node's ranks to the shared folder, for `status` and for other nodes."""
         self.published = time.monotonic()
-        found = [Heartbeat.read_if_exists(heartbeat_file(self.beats, rank)) for rank in self.local_ranks]
-        copied = NodeHeartbeats(beats=[beat for beat in found if beat], gpus=self.gpu_use())
+        copied = NodeHeartbeats(beats=[beat for beat in self.local_beats() if beat], gpus=self.gpu_use())
         with contextlib.suppress(OSError):  # on a full file system training continues without them
             replace_unsynced(self.folder.node_heartbeats(self.node_rank), copied)
+
+    def local_beats(self) -> list[Heartbeat | None]:
+        """Return the last heartbeat of each of this node's ranks; None before its first."""
+        return [Heartbeat.read_if_exists(heartbeat_file(self.beats, rank)) for rank in self.local_ranks]
 
     def _detect_pause(self) -> None:
         before, self.checked_at = self.checked_at, _clocks()

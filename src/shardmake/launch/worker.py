@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -32,6 +32,7 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.gpu_use import GpuSampler
 from shardmake.launch.preflight import PreflightError, check_node
+from shardmake.launch.ready_ranks import READY
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.restart import adopt_orphans, end_descendants, wait_as_spare, wait_for_next
 from shardmake.launch.resume import again_file, prepare_restart, read_settings
@@ -316,11 +317,11 @@ def _run_ranks(
             adopt_orphans()
         gpus = GpuSampler(environment.get("CUDA_VISIBLE_DEVICES"))
         watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats, gpus.means)
-        process, output = start_program(command, environment, folder.log(node.rank))
+        process, output = start_program(command, environment, folder.log(node.rank), READY.start(command, environment))
         if attempt.accelerator != "cpu":
             gpus.start()
         try:
-            return _wait(process, watchdog, pipes, kernels)
+            return _wait(process, watchdog, pipes, kernels, environment)
         finally:
             gpus.ended.set()
             if attempt.restart_in_place and not end_descendants():
@@ -337,7 +338,9 @@ def remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
         remove(attempt.saves)
 
 
-def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, kernels: Path) -> int:
+def _wait(
+    process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, kernels: Path, environment: Mapping[str, str]
+) -> int:
     """Wait for the launcher, and kill it if its ranks hang, other nodes failed, or a later attempt has started."""
     while True:
         try:
@@ -349,6 +352,8 @@ def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, ker
             elif watchdog.has_hung():
                 watchdog.collect(pipes, kernels)
                 process.kill()
+            else:
+                READY.prepare(watchdog.folder, watchdog.local_beats(), environment)
 
 
 def rank_environment(attempt: Attempt, rendezvous: Rendezvous) -> dict[str, str]:

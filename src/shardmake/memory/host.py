@@ -17,6 +17,8 @@ CPU_PASS = 2 * 2**30  # activations of an evaluation's pass, and a part of its l
 INFERENCE_SHARE = 0.7  # of a GPU's memory, for the weights of a model that is only evaluated, next to activations
 CPU_PROCESS = int(0.6 * 2**30)  # imports of torch, transformers, deepspeed without a GPU
 
+LAUNCHER = 2**28  # imports of torch and accelerate: 248 MiB
+
 
 def pinned(size: int) -> int:
     """Return the bytes of torch's CachingHostAllocator for ``size``: the next power of two."""
@@ -36,6 +38,8 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     if scenario.checkpoint_in_memory:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]
+    if scenario.keeps_ready:
+        terms["ready ranks"] = terms["processes"] + LAUNCHER
     gathered, offloads = scenario.compute * scenario.model.whole_parameters, scenario.offloads_optimizer
     peaks = {
         "gathered weights": gathered if scenario.gathers_on_save and scenario.zero_stage == 3 else 0,

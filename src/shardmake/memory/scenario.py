@@ -62,6 +62,8 @@ class Scenario:
     on_cpu: bool = False
     checkpoint_in_memory: bool = False
     """Saves go through a scratch folder in RAM."""
+    keeps_ready: bool = False
+    """The ranks of the next attempt import their libraries meanwhile, for a restart in place."""
     gathers_on_save: bool = False
     """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
     casts_to_fp32: bool = False

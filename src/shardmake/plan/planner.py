@@ -163,6 +163,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
     """Return the scenario of ``choice`` for the memory model."""
     run = settings.run
     objective = OBJECTIVES[run.objective]
+    in_place = settings.cluster.executor == "slurm" and settings.cluster.slurm.restart_in_place
     ranks = choice.tensor_parallel if choice.is_deepspeed and settings.model.has_all_levers else 1
     model = part_of(settings.model, ranks) if ranks > 1 else settings.model
     return Scenario(
@@ -198,6 +199,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         token_rows=len(run.lora.train_tokens),
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
+        keeps_ready=in_place and not (run.script or run.service or settings.cluster.slurm.container),
         gathers_on_save=run.script is not None,
         casts_to_fp32=run.script is not None,
         loads_on_gpu=not settings.hardware.is_cpu and run.script is None and choice.loads_on_gpu(run.method),

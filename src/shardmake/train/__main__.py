@@ -18,6 +18,7 @@ from shardmake.core.process import die_with_parent
 from shardmake.core.run_folder import make_folder, open_file
 from shardmake.core.secrets import redact_output
 from shardmake.core.temporary import temporary_folder
+from shardmake.train.waiting import wait_for_arguments
 
 if TYPE_CHECKING:
     from shardmake.run.attempt import AttemptDir
@@ -33,7 +34,6 @@ def main() -> None:
     die_with_parent()  # without its launcher the rank would continue to write
     if os.getppid() == 1:
         sys.exit("The rank was not started, because its launcher has ended.")
-    folder = Path(sys.argv[1]).resolve()
     rank = int(os.environ.get("RANK", "0"))
     redact_output()
     configure_logging(rank=rank)
@@ -50,6 +50,10 @@ def main() -> None:
         write_heartbeat,
     )
 
+    if len(sys.argv) > 2:
+        import_module("shardmake.train.trainer").import_libraries(Path(sys.argv[1]))
+        sys.argv[1:] = wait_for_arguments(int(sys.argv[2]))
+    folder = Path(sys.argv[1]).resolve()
     attempt = AttemptDir(folder)
     # The worker requests the stacks with SIGUSR1; faulthandler answers even from inside a call that never returns.
     make_folder(attempt.stacks, parents=False)

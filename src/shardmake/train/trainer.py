@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def train(attempt_folder: Path) -> None:
     if context.rank == 0:
         record_completion(context, trainer.state, stopped=stop.requested)
     leave_together()
+
+
+def import_libraries(attempt_folder: Path) -> None:
+    """Import what a training such as that of ``attempt_folder`` imports beside this module, without its data."""
+    context = RankContext.load(attempt_folder)
+    _import_engine(context)
+    if OBJECTIVES[context.settings.objective].trl:
+        import_module("shardmake.train.preferences")
+    context.settings.model.model_class.find()
+    load_tokenizer(context.settings)
+    assert not torch.cuda.is_initialized(), "it would hold memory of the GPU while the present rank trains"
+
+
+def _import_engine(context: RankContext) -> None:
+    if context.plan.choice.is_deepspeed:
+        import_deepspeed()
+    if context.attempt.accelerator == "cpu":
+        leave_collectives_to_gloo()
 
 
 def _make_trainer(context: RankContext, heartbeat: HeartbeatCallback) -> tuple[ShardedTrainer, StopOnRequest]:
@@ -153,10 +172,7 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     Create them before the model: transformers reads them to decide whether to load the model sharded.
     """
     attempt = context.attempt
-    if context.plan.choice.is_deepspeed:
-        import_deepspeed()
-    if attempt.accelerator == "cpu":
-        leave_collectives_to_gloo()
+    _import_engine(context)
     arguments = named_arguments(context.settings.arguments)
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.models import Cluster, Run
+from shardmake.config.models import Cluster, Run, Slurm
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.plan.stage import choose_run, make_plan, plan_run
@@ -243,6 +243,17 @@ def test_a_checkpoint_staged_in_memory_counts_as_host_memory(folders: dict[str, 
         "ddp": 1, "zero1": (2 + 12 / 2) / 14, "zero2": (2 + 12 / 2) / 14, "zero3": 1 / 2, "fsdp": 1 / 2,
     }  # fmt: skip
     assert not any(found["/dev/shm/here", False].values()) and not any(found["/tmp", True].values())
+
+
+def test_ranks_that_are_kept_ready_count_as_host_memory(folders: dict[str, str]) -> None:
+    def term(slurm: Slurm, **changes: Any) -> set[bool]:
+        run = run_of(folders["tiny"], global_batch_size=64, nodes=1, max_steps=1, **changes)
+        memory = make_plan("run", run, gpus(slurm=slurm))[1]
+        return {"ready ranks" in item.host.terms for item in memory.candidates}
+
+    in_place = Slurm(partition="gpu", restart_in_place=True)
+    assert term(in_place) == {True}
+    assert term(Slurm(partition="gpu")) == term(in_place, script="train.py") == {False}
 
 
 def test_weights_go_to_the_gpu_directly_and_host_ram_follows(folders: dict[str, str]) -> None:
