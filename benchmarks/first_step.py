@@ -4,8 +4,8 @@
 
 The three-node Slurm of the tests runs the same training under DDP on two nodes, in turn by ``shardmake train`` and by
 a script of torchrun with transformers' Trainer. The time begins when the script of the job is written. In each round
-rank 1 is then killed, after some steps: it trains from the newest checkpoint in a new job, or restarted in place; under
-torchrun (``--max-restarts``), which has no checkpoint here, from the first step.
+rank 1 is then killed, after some steps: it trains from the newest checkpoint in a new job, or restarted in place, here
+once the next ranks are ready; under torchrun (``--max-restarts``), which has no checkpoint here, from the first step.
 """
 
 import json
@@ -67,7 +67,7 @@ def main(rounds: int) -> None:
         for _ in range(rounds):
             for name, in_place in (("killed, new job", False), ("killed, in place", True)):
                 run.configure("ddp", max_steps=60, slurm={"restart_in_place": in_place})
-                start, recovery = ours(run)
+                start, recovery = ours(run, in_place)
                 found[name].append(recovery)
                 run.remove_training()
                 cluster.reset()
@@ -84,12 +84,16 @@ def main(rounds: int) -> None:
     print(f"{medians}; {'; '.join(ratios)}")
 
 
-def ours(run: FaultRun) -> tuple[float, float]:
+def ours(run: FaultRun, in_place: bool) -> tuple[float, float]:
     """Return the seconds from the job's script to its first step, and from a killed rank to the next new step."""
     run.start()
     script = wait(lambda: next((run.checkout.run / "train/attempts/001").glob("slurm/*.sh"), None))
     first = wait(lambda: time.time() if run.checkout.metrics() else None)
+    run.slow(1)
     beat = run.wait_for_steps(2 * run.every)
+    if in_place:
+        run.wait_for_ready_processes()
+    run.slow(0)
     run.send("KILL", beat.pid, beat.host)
     killed = time.time()
     again = wait(lambda: time.time() if any(line["attempt"] == 2 for line in run.checkout.metrics()) else None)
