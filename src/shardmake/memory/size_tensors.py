@@ -42,9 +42,14 @@ class Tape:
         return made
 
     def mark_gradients(self) -> None:
-        """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept."""
-        for parameter, grad in self.finished:
+        """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept.
+
+        A second gradient that was added to the first is gone by then.
+        """
+        while self.finished:
+            parameter, grad = self.finished.pop(0)
             final = _as(grad, parameter.item)
+            del grad
             if parameter.name in self.used_twice:
                 first = self.used_twice.pop(parameter.name)
                 if first is None:
@@ -52,7 +57,6 @@ class Tape:
                     continue
                 final = first
             self.mark("grad", final.storage.number, parameter.name)
-        self.finished.clear()
 
     def mark(self, *event: object) -> None:
         """Add a marker to the events."""

@@ -150,6 +150,16 @@ def test_everything_is_freed_exactly_once(name: str) -> None:
     assert sorted(made) == sorted(freed) == [*range(len(made))]
 
 
+def test_the_gradient_of_a_tied_embedding_is_alone_when_it_is_complete() -> None:
+    """Autograd adds that of the embedding to that of the head in place, and frees it."""
+    case = CASES["tied"]
+    events = micro_step(case)
+    complete = next(n for n, event in enumerate(events) if event[0] == "grad" and "embed_tokens" in event[2])
+    freed = {event[1] for event in events[:complete] if event[0] == "free"}
+    alive = [event for event in events[:complete] if event[0] == "alloc" and event[1] not in freed]
+    assert [event[1] for event in alive if event[2] == 2 * case.model.head] == [events[complete][1]]
+
+
 def test_published_bytes_per_token_and_layer() -> None:
     """200 840 bytes for Llama-3-8B and 186 504 for Llama-2-7B, traced from the real code."""
     for inner, groups, expected in ((14336, 8, 200_840), (11008, 32, 186_504)):
