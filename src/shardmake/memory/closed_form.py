@@ -1,10 +1,11 @@
 """The estimate in closed form, which scans many candidates in microseconds each.
 
-Two short simulated steps (or the trace) give the memory of a layer, because every phase is linear in the number of
-layers. The rest is the arithmetic of `states`. Reserved memory here is allocated memory with a planning allowance; for
-the chosen candidate, `estimate.gpu_memory` simulates the step and the allocator.
+A few short simulated steps (or the trace) give the memory of each kind of layer, because every phase is linear in the
+number of layers. The rest is the arithmetic of `states`. Reserved memory here is allocated memory with a planning
+allowance; for the chosen candidate, `estimate.gpu_memory` simulates the step and the allocator.
 """
 
+from collections import Counter
 from dataclasses import astuple, dataclass, replace
 
 from shardmake.memory import states
@@ -16,7 +17,6 @@ from shardmake.memory.states import EMBEDDING, HEAD, Terms, trained_units, units
 from shardmake.memory.trace import traced
 
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
-SHORT = (2, 3)  # layers of the two short steps
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,25 @@ def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> P
 
 def _measure(scenario: Scenario) -> Profile:
     shape = scenario.held_model.decoder
-    if shape is None or shape.layers <= SHORT[1] + shape.dense:
-        return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
-    all_trained = replace(scenario.split, frozen_names=frozenset())  # others than the first layers may be trained
-    shorter = [replace(shape, layers=layers + shape.dense) for layers in SHORT]
-    steps = (DecoderStep(replace(scenario, split=all_trained), one).run() for one in shorter)
-    two, three = (astuple(of_events(events, one.layers)) for events, one in zip(steps, shorter, strict=True))
-    return Profile(*(a + (b - a) * (shape.layers - shorter[0].layers) for a, b in zip(two, three, strict=True)))
+    if shape is None:
+        return of_events(traced(scenario), len(scenario.model.blocks))
+    layers = range(shape.layers)
+    kinds = [(shape.of_layers[n] if shape.of_layers else None, n in shape.unrotated, n < shape.dense) for n in layers]
+    few = sorted({*map(kinds.index, kinds), layers[-1]})
+    left = Counter(kinds[n] for n in layers if n not in few)
+    if shape.layers <= len(few) + len(left):
+        return of_events(micro_step(scenario), shape.layers)
+    all_trained = replace(scenario, split=replace(scenario.split, frozen_names=frozenset()))  # others may be
+
+    def step(*more: int) -> tuple[int, ...]:
+        run = DecoderStep(all_trained, shape, layers=sorted([*few, *more])).run()
+        return astuple(of_events(run, shape.layers))
+
+    first = step()
+    grown = [
+        (count, step(next(n for n in layers if n not in few and kinds[n] == kind))) for kind, count in left.items()
+    ]
+    return Profile(*(a + sum(count * (one[i] - a) for count, one in grown) for i, a in enumerate(first)))
 
 
 def of_events(events: StepEvents, layers: int) -> Profile:

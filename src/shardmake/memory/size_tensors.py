@@ -263,6 +263,11 @@ def scale(tensor: SizeTensor, item: int | None = None, made: bool = True, saved:
     return derive(out, [tensor], lambda grad: [_as(new(grad), source)], saved)
 
 
+def scale_in_place(tensor: SizeTensor) -> SizeTensor:
+    """Model ``x *= c`` with a buffer in fp32, whose type the product for the gradient has."""
+    return derive(_part(tensor, tensor.numel), [tensor], lambda grad: [_as(new(grad, item=4), grad.item)])
+
+
 def activation(tensor: SizeTensor, *, saves_output: bool = False) -> SizeTensor:
     """Model SiLU, GELU or tanh, which saves its input or an output of the same size."""
     out = new(tensor)
@@ -387,11 +392,11 @@ def _third_of_three(grad: SizeTensor) -> list[SizeTensor]:
     return [third]
 
 
-def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
-    """Model ``rsqrt(x + eps)``, which saves its result; the sum is a separate tensor."""
+def row_rsqrt(tensor: SizeTensor, *, saves_sum: bool = False) -> SizeTensor:
+    """Model ``rsqrt(x + eps)``, which saves its result; the sum is a separate tensor, which ``pow`` saves instead."""
     shifted = derive(new(tensor), [tensor], lambda grad: [grad])
     out = new(tensor)
-    return derive(out, [shifted], _third_of_three, [out.storage])
+    return derive(out, [shifted], _third_of_three, [(shifted if saves_sum else out).storage])
 
 
 def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:

@@ -130,14 +130,14 @@ def _of_family(model: Model, decoder: Decoder) -> Abilities:
 def has_plain_head(model: Model) -> bool:
     """Return True if the loss follows from the last hidden states and the head's weight alone."""
     if model.decoder is not None:
-        return not (model.decoder.scaled_branches or model.decoder.softcaps)
+        return not (model.decoder.scaled_branches or model.decoder.caps_logits)
     return bool(_ask(model, model.trust_remote_code, "head")["plain"])
 
 
 def attends_in_kernel(model: Model) -> bool:
     """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
-    if model.decoder is not None:
-        return not model.decoder.sinks
+    if (decoder := model.decoder) is not None:  # DeepSpeed takes heads of one width and number (``ulysses_sp.py``)
+        return not decoder.sinks and len({(one.k, one.d) for one in decoder.of_layers}) < 2
     return bool(_ask(model, model.trust_remote_code, "tokens")["in_kernel"])
 
 
@@ -152,7 +152,7 @@ def _decoder_limit(decoder: Decoder) -> str:
     """Return why a model of the known families cannot train with varlen; empty if it can."""
     if decoder.dropout[0]:
         return "has dropout in its attention (attention_dropout in config.json)"
-    return head_limit(decoder.d)
+    return head_limit(max(one.d for one in (decoder, *decoder.of_layers)))
 
 
 def describe_quantized_base(model: Model, run: Run) -> list[str]:

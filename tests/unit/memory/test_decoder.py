@@ -41,8 +41,13 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     " lora with checkpointing": {"method": "lora", "checkpointing": True},
 }
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128}
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0, **_WINDOWS,
+}  # fmt: skip
 _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 64, "tie_word_embeddings": False, **_WINDOWS},
+    "gemma4_text": {**_GEMMA4, "tie_word_embeddings": False},
     "granite": {},
     "ministral": {"head_dim": 64, **_WINDOWS},
     "olmo2": {},
@@ -60,6 +65,7 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 4},
     "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "intermediate_size": 1024},
     "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
+    "gemma4": {"text_config": {**SIZES, "model_type": "gemma4_text", **_GEMMA4}},
 }
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 

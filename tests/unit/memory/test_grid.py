@@ -38,6 +38,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128},
     "gemma": {"head_dim": 128},
+    "gemma4_text": {"head_dim": 128, "global_head_dim": 256, "hidden_size_per_layer_input": 0}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "architectures": ["Gemma4ForCausalLM"]}
+    | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]},
     "granite": {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"]},

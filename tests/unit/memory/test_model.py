@@ -6,12 +6,13 @@ from shardmake.core.errors import ModelError
 from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu_memory
-from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier
+from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier, family_of, gives_sizes
 from shardmake.memory.model import count_rates, find_frozen, find_rates, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
 
+NO_INPUTS = {"hidden_size_per_layer_input": 0}
 VARIANTS = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -23,6 +24,8 @@ VARIANTS = [
     {"model_type": "gemma"},
     {"model_type": "gemma", "head_dim": 16, "attention_bias": True},
     {"model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 6},
+    {"model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, **NO_INPUTS, "num_hidden_layers": 7},
+    {"model_type": "gemma4_text", "num_global_key_value_heads": 1, "attention_k_eq_v": True, **NO_INPUTS},
     {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
     {"model_type": "ministral", "head_dim": 16},
     {"model_type": "olmo2", "attention_bias": True},
@@ -39,6 +42,7 @@ VARIANTS = [
     {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32, "use_qk_norm": True},
     {"model_type": "gpt_oss", "num_local_experts": 4},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES}},
+    {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", **SIZES, **NO_INPUTS}},
     {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SIZES}, "tie_word_embeddings": False},
 ]
 
@@ -67,6 +71,18 @@ def test_published_sizes() -> None:
     seventy = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     assert from_config({**llama, **eight}).parameters == 8_030_261_248
     assert from_config({**llama, **seventy}).parameters == 70_553_706_496
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size_per_layer_input": None}, {"num_kv_shared_layers": 1}, {"enable_moe_block": True},
+     {"use_bidirectional_attention": "all"}, {"sliding_window_pattern": 2}, {"per_layer_config": {"0": {"head_dim": 8}}}, {"global_head_dim": 0}],
+    ids=str,
+)  # fmt: skip
+def test_a_gemma4_of_another_kind_is_built(change: dict) -> None:
+    config = {**SIZES, "model_type": "gemma4_text", "use_bidirectional_attention": "vision", **NO_INPUTS}
+    written, other = (family_of(one) for one in (config, {**config, **change}))
+    assert written is not None and (other is None or not gives_sizes(other, {**config, **change}))
 
 
 def test_every_family_has_a_variant_here() -> None:
