@@ -219,10 +219,10 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
             self._gather(ROOT)
         self._gather(block)
 
-    def after_forward(self, block: int) -> None:
+    def after_forward(self, unit: Unit) -> None:
         """Reshard the layer, unless weights stay gathered during the whole step."""
-        super().after_forward(block)
-        self._drop_narrow(block)
+        super().after_forward(unit)
+        self._drop_narrow(unit)
 
     def _drop_narrow(self, unit: Unit) -> None:
         for key in self._narrow.pop(unit, []):

@@ -38,22 +38,10 @@ class Fsdp2Memory(DdpMemory):
         super().load()
         self._allocate_briefly(4 * max(self.sizes.values()), "weights during loading")
 
-    def before_forward(self, block: int) -> None:
-        """Gather the layer."""
-        if block == 0:
-            self._gather(EMBEDDING)
-            if not self._keeps(EMBEDDING):
-                self._reshard(EMBEDDING)
-        self._gather(block)
-
-    def after_forward(self, block: int) -> None:
-        """Reshard the layer, unless weights stay gathered during the whole step."""
-        if not self._keeps(block):
-            self._reshard(block)
-
-    def before_head(self) -> None:
-        """Gather norm and head, which stay until their backward pass."""
-        self._gather(HEAD)
+    def after_forward(self, unit: Unit) -> None:
+        """Reshard the unit, unless weights stay gathered during the whole step, as norm and head do."""
+        if not self._keeps(unit):
+            self._reshard(unit)
 
     def start_backward(self) -> None:
         """Begin with the loss; the head has not begun.

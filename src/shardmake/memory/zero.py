@@ -146,25 +146,18 @@ class Zero3Memory(ZeroMemory):
             self.timeline.free(held)
         super().step()
 
-    def before_forward(self, block: int) -> None:
-        """Gather the layer; drop the embedding after its use."""
-        if block == 0:
-            self._fetch(EMBEDDING)
-            self._leave(EMBEDDING)
-        self._fetch(block)
-
-    def after_forward(self, block: int) -> None:
-        """Release the layer, unless its use in the backward pass is near."""
-        self._leave(block)
-
-    def before_head(self) -> None:
-        """Gather norm and head."""
-        self._fetch(HEAD)
+    def after_forward(self, unit: Unit) -> None:
+        """Keep a unit only if its next use is within the reuse distance and the live window has room."""
+        place = self._order.index(unit)
+        between = 2 * sum(self._units.get(later, 0) for later in self._order[place + 1 :])
+        live = sum(self._units[held] for held in self._live)
+        if between > self.buckets.stage3_max_reuse_distance or live > self.buckets.stage3_max_live_parameters:
+            self._release(unit)
 
     def before_backward(self, block: int) -> None:
         """Gather the layer and release the one after it."""
         self._release(block + 1 if block + 1 in self._units else HEAD)
-        self._fetch(block)
+        self._gather(block)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
         """Copy it into the bucket; one larger than the bucket waits as it is until the next one is complete.
@@ -212,7 +205,7 @@ class Zero3Memory(ZeroMemory):
             self._release(unit)
         self._pending.drain(0)
 
-    def _fetch(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit) -> None:
         """Gather a unit: the bytes arrive flat and are copied out, while a prefetched bucket is in flight.
 
         A single rank gathers nothing: the weight is its partition, copied from the host if it is offloaded.
@@ -231,14 +224,6 @@ class Zero3Memory(ZeroMemory):
         self._live[unit] = self.timeline.alloc(compute * self._units[unit], "gathered weights")
         self.timeline.free(flat)
         self.timeline.free(prefetched)
-
-    def _leave(self, unit: Unit) -> None:
-        """Keep a unit only if its next use is within the reuse distance and the live window has room."""
-        place = self._order.index(unit)
-        between = 2 * sum(self._units.get(later, 0) for later in self._order[place + 1 :])
-        live = sum(self._units[held] for held in self._live)
-        if between > self.buckets.stage3_max_reuse_distance or live > self.buckets.stage3_max_live_parameters:
-            self._release(unit)
 
     def _release(self, unit: Unit) -> None:
         """Release a unit; its memory can be reused when the GPU has finished with it (`record_stream`)."""
