@@ -17,7 +17,7 @@ from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import fused_experts, matrix_weights, selected_experts
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import fused_chunk
-from shardmake.plan.offload_time import offload_time
+from shardmake.plan.offload_time import gathers, offload_time
 
 
 class Kernel(NamedTuple):
@@ -256,26 +256,15 @@ def _collectives(scenario: Scenario, hardware: Hardware) -> float:
         return (ranks - 1) / ranks * (rounds * gradient_bytes + gathered) / rate
     weights = scenario.compute * scenario.split.total
     held = scenario.held_model.parameters / scenario.model.parameters  # experts of other ranks are not gathered
-    moved = held * scenario.accumulation * (_gathers(scenario) * weights + gradient_bytes)
+    moved = held * scenario.accumulation * (gathers(scenario) * weights + gradient_bytes)
     within, nodes = scenario.ranks_per_node, scenario.nodes
     if scenario.spec.hpz:  # after the first forward pass of a step, weights come from the second shard in the node
-        again = (scenario.accumulation * _gathers(scenario) - 1) * weights
+        again = (scenario.accumulation * gathers(scenario) - 1) * weights
         return (ranks - 1) / ranks * (moved - again) / rate + (within - 1) / within * again / intra
     if not scenario.spec.hybrid:
         return (ranks - 1) / ranks * moved / rate
     reduced = 2 * (nodes - 1) / nodes * scenario.accumulation * gradient_bytes
     return (within - 1) / within * moved / intra + reduced / inter
-
-
-def _gathers(scenario: Scenario) -> int:
-    """Return how often a micro batch gathers the weights: for forward and for backward pass.
-
-    Under ZeRO-3 recomputation gathers them again; FSDP2 recomputes a layer after it has gathered it for the backward
-    pass.
-    """
-    if not scenario.spec.reshard_after_forward:
-        return 1
-    return 3 if scenario.checkpointing and not scenario.is_fsdp else 2
 
 
 def _activation_transfers(scenario: Scenario, hardware: Hardware) -> float:
