@@ -70,19 +70,13 @@ def estimate_closed_form(
     allocated = sum(terms.values())
     reserved = allocated if scenario.on_cpu else int(closed_form.RESERVED_SHARE * allocated)
     figures = GpuMemory(allocated, reserved, reserved, reserved + outside(scenario), phase, terms)
-    return _estimate(scenario, buckets, figures, kept)
+    return whole(scenario, buckets, figures, kept)
 
 
-def estimate_simulated(
-    scenario: Scenario, buckets: Buckets, timeline: Timeline, kept: int = 2, capacity: int | None = None
-) -> Estimate:
-    """Return the estimate from the ``timeline`` of a simulated step and the allocator's model."""
-    return _estimate(scenario, buckets, memory_of(scenario, timeline, capacity), kept)
-
-
-def _estimate(scenario: Scenario, buckets: Buckets, figures: GpuMemory, kept: int) -> Estimate:
+def whole(scenario: Scenario, buckets: Buckets, gpu: GpuMemory, kept: int) -> Estimate:
+    """Return the estimate with ``gpu``, and the disk for ``kept`` checkpoints."""
     on_nodes = host.host_terms(scenario, buckets), host.nvme_bytes(scenario)
-    return Estimate(figures, *on_nodes, host.disk_terms(scenario, kept))
+    return Estimate(gpu, *on_nodes, host.disk_terms(scenario, kept))
 
 
 def gpu_memory(

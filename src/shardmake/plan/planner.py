@@ -93,7 +93,7 @@ class Planner:
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         """Return the estimate on a GPU of ``capacity`` bytes; ``step`` simulates it, once for all capacities."""
-        return estimate.estimate_simulated(scenario, buckets, step(), self._kept, capacity)
+        return estimate.whole(scenario, buckets, estimate.memory_of(scenario, step(), capacity), self._kept)
 
     def _events_of(self, scenario: Scenario) -> StepEvents:
         key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
