@@ -115,8 +115,7 @@ class DdpMemory:
         self._allocate_briefly(states.step_temporaries(self.scenario, self.buckets), "optimizer temporaries")
 
     def _drop_gradients(self) -> None:
-        for key in self.gradients.values():
-            self.timeline.free(key)
+        self.timeline.free(*self.gradients.values())
         self.gradients.clear()
 
 

@@ -114,8 +114,7 @@ class Fsdp2Memory(DdpMemory):
             self.timeline.free(self._flat.pop(unit))
 
     def _reshard(self, unit: Unit) -> None:
-        for key in self._live.pop(unit, []):
-            self.timeline.free(key)
+        self.timeline.free(*self._live.pop(unit, []))
 
     def _reduce(self, unit: Unit) -> None:
         """Copy a unit's gradients into the reduce-scatter's input; its output becomes fp32 gradients of the part."""
@@ -124,8 +123,7 @@ class Fsdp2Memory(DdpMemory):
         if trained and self._waiting:
             copied = self.scenario.gradient * min(trained, self._units.get(unit, 0))
             self._reducing = self.timeline.alloc(copied, "communication buffers")
-        for key in self._waiting:
-            self.timeline.free(key)
+        self.timeline.free(*self._waiting)
         self._waiting.clear()
         self._leave(unit)
         if trained:

@@ -96,9 +96,9 @@ class Zero12Memory(ZeroMemory):
         self._allocate_briefly(copied, "communication buffers", REDUCTION)
         if key is None or numel <= self.buckets.reduce_bucket_size:
             return False
-        self._free(self._large)
+        self.timeline.free(*self._large)
         self.timeline.rename(key, "gradients")
-        self._large.append(key)
+        self._large = [key]
         return True
 
     def _reserve_part(self) -> None:
@@ -112,14 +112,9 @@ class Zero12Memory(ZeroMemory):
         elif states.added_gradients(self.scenario):
             self._added.append(self.timeline.alloc(size, "gradients"))
 
-    def _free(self, keys: list[int]) -> None:
-        while keys:
-            self.timeline.free(keys.pop(0))
-
     def end_backward(self) -> None:
         """Free the buckets, and the gradients that were added to those of earlier micro steps."""
-        for keys in (self._large, self._added, self._ipg):
-            self._free(keys)
+        self.timeline.free(*self._large, *self._added, *self._ipg)
 
 
 class Zero3Memory(ZeroMemory):
@@ -222,8 +217,7 @@ class Zero3Memory(ZeroMemory):
         ahead = min(self.buckets.stage3_prefetch_bucket_size, self._units[unit])
         prefetched = self.timeline.alloc(compute * ahead, "gathered weights", COMMUNICATION)
         self._live[unit] = self.timeline.alloc(compute * self._units[unit], "gathered weights")
-        self.timeline.free(flat)
-        self.timeline.free(prefetched)
+        self.timeline.free(flat, prefetched)
 
     def _release(self, unit: Unit) -> None:
         """Release a unit; its memory can be reused when the GPU has finished with it (`record_stream`)."""
