@@ -37,7 +37,7 @@ class ForeachMemory(DdpMemory):
 
     def step(self) -> None:  # noqa: D102
         self._make_states()
-        held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.is_fsdp else 1))
+        held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.spec.is_fsdp else 1))
         for key in self._allocate("optimizer temporaries", states.trained_bytes(self.scenario) * held):
             self.timeline.free(key)
         super().step()
@@ -178,7 +178,7 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
         self.timeline.free(whole)
         for key in single:
             self.timeline.free(key)
-        if self.scenario.offloads_parameters:
+        if self.scenario.spec.offload_param:
             self.timeline.free(part)
         elif not is_final:
             self._narrow.setdefault(unit, []).append(part)
@@ -317,7 +317,7 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
     def _copy(self, flat: FlatWeight, part: int) -> int | None:
         """Copy a part that is offloaded to the GPU, and cast it to the type of the pass (`pre_unshard`)."""
         copied = None
-        if self.scenario.offloads_parameters:
+        if self.scenario.spec.offload_param:
             copied = self.timeline.alloc(flat.held * part, GATHERED, CAST)
         if flat.gathered == flat.held:
             return copied

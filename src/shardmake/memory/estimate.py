@@ -124,10 +124,10 @@ def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeli
 
 def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
     """Return the memory of one rank as the library of ``scenario`` shards it."""
-    if scenario.is_fsdp:
+    if scenario.spec.is_fsdp:
         return Fsdp2Memory(scenario, buckets, timeline)
     by_stage = (DdpMemory, Zero12Memory, Zero12Memory, Zero3Memory)
-    return by_stage[scenario.zero_stage](scenario, buckets, timeline)
+    return by_stage[scenario.spec.zero_stage](scenario, buckets, timeline)
 
 
 def outside(scenario: Scenario) -> int:
@@ -138,8 +138,8 @@ def outside(scenario: Scenario) -> int:
     measured, context, nccl = scenario.calibration, states.context_bytes(scenario.gpu_capability), states.NCCL
     if measured is not None:
         nccl = nccl if measured.nccl is None else measured.nccl
-        context = measured.context + (measured.pools if scenario.gathers_parameters else 0)
+        context = measured.context + (measured.pools if scenario.spec.gathers_parameters else 0)
     communicators = nccl * groups
     if not groups and scenario.checks_network:  # those of the check and of the library exist for one rank, too
-        communicators = states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.zero_stage in (1, 2) else 0)
+        communicators = states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.spec.zero_stage in (1, 2) else 0)
     return context + communicators

@@ -138,7 +138,7 @@ class Fsdp2Memory(DdpMemory):
         else:
             wide = self.timeline.alloc(held * part, "gradients", REDUCTION)
             self.timeline.free(output)
-        if name in self.gradients or self.scenario.offloads_optimizer:
+        if name in self.gradients or self.scenario.spec.offload_optimizer:
             self.timeline.free(wide)
         else:
             self.gradients[name] = wide

@@ -21,7 +21,7 @@ class ZeroMemory(DdpMemory):
     def load(self) -> None:
         """Allocate the resident states, and briefly gradients of the largest group (`initialize_optimizer_states`)."""
         super().load()
-        if not self.scenario.offloads_optimizer:
+        if not self.scenario.spec.offload_optimizer:
             self._allocate_briefly(4 * self._groups()[0], "fp32 gradients")
 
     def _allocate(self, term: str, size: int) -> list[int]:
@@ -38,7 +38,7 @@ class ZeroMemory(DdpMemory):
         """Compute the norm in fp64; then cast the gradients to fp32 and update, group by group."""
         self._allocate_briefly(states.norm_bytes(self.scenario), "gradient norm")
         for group in self._groups():
-            if self.scenario.offloads_optimizer:
+            if self.scenario.spec.offload_optimizer:
                 self._update()
             else:
                 self._step_group(group)
@@ -54,7 +54,7 @@ class ZeroMemory(DdpMemory):
         if held < 4:
             narrow, grad = grad, self.timeline.alloc(4 * group, "fp32 gradients")
             self.timeline.free(narrow)
-        if self.scenario.zero_stage < 3:
+        if self.scenario.spec.zero_stage < 3:
             self._drop_gradients()
         self._make_states()
         self._update()
@@ -89,7 +89,7 @@ class Zero12Memory(ZeroMemory):
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
         numel = self.sizes[name]
         self._allocate_briefly(states.boundary_norm_bytes(self.scenario, numel), "gradient norm")
-        if self.scenario.zero_stage == 1:
+        if self.scenario.spec.zero_stage == 1:
             return super().gradient(name, size, key)
         self._reserve_part()
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
@@ -135,7 +135,7 @@ class Zero3Memory(ZeroMemory):
     def step(self) -> None:
         """Look for infinities in the flat gradients on the stream of the reductions; then update."""
         copy, mask = states.overflow_bytes(self.scenario)
-        if copy and not self.scenario.offloads_optimizer:
+        if copy and not self.scenario.spec.offload_optimizer:
             held = self.timeline.alloc(copy, "overflow check", REDUCTION)
             self._allocate_briefly(mask, "overflow check", REDUCTION)
             self.timeline.free(held)
@@ -166,7 +166,7 @@ class Zero3Memory(ZeroMemory):
         self._bucket.append(numel)
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "gradients before reduction", COMMUNICATION)
-        if self.scenario.offloads_optimizer:
+        if self.scenario.spec.offload_optimizer:
             part, norm = ceil(numel / self.scenario.shards), states.boundary_norm_bytes(self.scenario, numel)
             held = self.timeline.alloc(self.scenario.gradient * part, "gradients before reduction", COMMUNICATION)
             self._allocate_briefly(norm, "gradient norm", COMMUNICATION)
@@ -210,7 +210,7 @@ class Zero3Memory(ZeroMemory):
         self._pending.drain(PENDING - 1)
         compute = self.scenario.compute
         if self.scenario.world_size == 1:
-            if self.scenario.offloads_parameters:
+            if self.scenario.spec.offload_param:
                 self._live[unit] = self.timeline.alloc(compute * self._units[unit], "gathered weights")
             return
         flat = self.timeline.alloc(compute * self._units[unit], "gathered weights", COMMUNICATION)

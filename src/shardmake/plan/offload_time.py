@@ -33,12 +33,12 @@ def _host_rate(hardware: Hardware, ranks: int) -> float:
 
 def offload_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds that offload adds to an optimizer step; 0 without it."""
-    if not scenario.offloads_optimizer:
+    if not scenario.spec.offload_optimizer:
         return 0.0
     memory = _host_rate(hardware, scenario.ranks_per_node)
     link = min(hardware.accelerator.host_link * GB, memory)
     part = scenario.split.trainable / scenario.shards
-    if scenario.is_fsdp:
+    if scenario.spec.is_fsdp:
         pinned, pageable, host = _fsdp(scenario)
     else:
         pinned, pageable, host = _deepspeed(scenario)
@@ -54,7 +54,7 @@ def gathers(scenario: Scenario) -> int:
     """
     if not scenario.spec.reshard_after_forward:
         return 1
-    return 3 if scenario.checkpointing and not scenario.is_fsdp else 2
+    return 3 if scenario.checkpointing and not scenario.spec.is_fsdp else 2
 
 
 def _fsdp(scenario: Scenario) -> tuple[float, float, float]:
@@ -80,10 +80,10 @@ def _deepspeed(scenario: Scenario) -> tuple[float, float, float]:
     they go there in fp32. The host clips them and converts the new weights to the compute type.
     """
     split, shards, passes = scenario.split, scenario.shards, scenario.accumulation
-    summed = passes if scenario.zero_stage == 3 else passes - 1
+    summed = passes if scenario.spec.zero_stage == 3 else passes - 1
     copies = 0 if keeps_flat_gradients(scenario) else 2 * summed * scenario.gradient
     pinned = split.trainable * (copies + 4 + scenario.compute) / shards
-    if scenario.offloads_parameters:
+    if scenario.spec.offload_param:
         held = scenario.compute * (split.trainable + split.frozen) + split.quantized / 2
         pinned += passes * gathers(scenario) * held / shards
     clip, convert = 8, 4 + scenario.compute

@@ -134,7 +134,7 @@ def test_the_reference_pass_needs_less_than_a_second_training_pass() -> None:
 def test_every_strategy_has_an_estimate_of_the_reference(strategy: Any) -> None:
     """The simulated step gathers the reference layer by layer; the closed form plans no less."""
     case = scenario(SMALL, strategy=strategy, ranks_per_node=4, reference_weights=True, **DPO)
-    assert ("gathered reference" in plans_enough(case).terms) == case.is_fsdp
+    assert ("gathered reference" in plans_enough(case).terms) == case.spec.is_fsdp
 
 
 def plans_enough(case: Scenario) -> GpuMemory:
