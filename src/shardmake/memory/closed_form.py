@@ -34,15 +34,8 @@ class Profile:
 NOTHING = Profile(0, 0, 0, 0, 0)
 
 
-def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> Profile:
-    """Return the profile of ``scenario``'s micro step, from ``known`` if it is there."""
-    key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
-    if key not in known:
-        known[key] = _measure(scenario)
-    return known[key]
-
-
-def _measure(scenario: Scenario) -> Profile:
+def profile(scenario: Scenario) -> Profile:
+    """Return the profile of ``scenario``'s micro step."""
     shape = scenario.held_model.decoder
     if shape is None or shape.layers <= SHORT[1] + shape.dense:
         return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))

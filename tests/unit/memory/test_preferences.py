@@ -139,6 +139,6 @@ def test_every_strategy_has_an_estimate_of_the_reference(strategy: Any) -> None:
 
 def plans_enough(case: Scenario) -> GpuMemory:
     """Return the memory in closed form; fail if it is less than that of the simulated step."""
-    planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
+    planned = estimate_closed_form(case, Buckets(4096), profile(case)).gpu
     assert planned.allocated >= 0.97 * gpu_memory(case, Buckets(4096), micro_step(case)).allocated
     return planned
