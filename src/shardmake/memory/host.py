@@ -38,7 +38,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     steady = sum(terms.values()) - terms["processes"]
     gathered, offloads = scenario.compute * scenario.model.whole_parameters, scenario.spec.offload_optimizer
     peaks = {
-        "gathered weights": gathered if scenario.gathers_on_save and scenario.spec.zero_stage == 3 else 0,
+        "gathered weights": gathered if scenario.has_script and scenario.spec.zero_stage == 3 else 0,
         "loading": max(0, _load(scenario) - steady),
         "saving": save_bytes(scenario, buckets),
         "overflow check": ranks * sum(states.overflow_bytes(scenario)) if offloads else 0,

@@ -62,10 +62,9 @@ class Scenario:
     on_cpu: bool = False
     checkpoint_in_memory: bool = False
     """Saves go through a scratch folder in RAM."""
-    gathers_on_save: bool = False
-    """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
-    casts_to_fp32: bool = False
-    """A user's script may call PEFT's `prepare_model_for_kbit_training`, which casts all that is not in 4 bits."""
+    has_script: bool = False
+    """A user's script trains: it may gather the whole model of ZeRO-3 on rank 0 to save it, and may call PEFT's
+    `prepare_model_for_kbit_training`, which casts all that is not in 4 bits to fp32."""
     loads_on_gpu: bool = False
     """Each rank loads the whole model to its GPU, tensor by tensor, and not to host RAM first."""
     log_probs: bool = False
@@ -138,7 +137,7 @@ class Scenario:
     @property
     def widens_frozen(self) -> bool:
         """True if weights that are not in 4 bits are cast to fp32, the norms at least; DeepSpeed casts them back."""
-        return self.casts_to_fp32 and self.method_spec.in_four_bits and not self.spec.zero_stage
+        return self.has_script and self.method_spec.in_four_bits and not self.spec.zero_stage
 
     @property
     def gradient(self) -> int:
