@@ -70,7 +70,7 @@ class Candidate:
         return CandidateEstimate(
             name=self.name,
             choice=self.choice,
-            **self.memory.as_json(),
+            **dict(self.memory),
             fits=self.fits,
             reason=self.reason,
             step_seconds=self.step_seconds,

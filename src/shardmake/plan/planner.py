@@ -148,7 +148,7 @@ class CachedPlanner(Planner):
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         path = self._path(scenario, buckets, capacity)
         if path.is_file():
-            return estimate.from_json(json.loads(path.read_text()))
+            return Estimate(**json.loads(path.read_text()))
         memory = super()._simulated(scenario, buckets, step, capacity)
         write_json(path, memory.as_json())
         return memory

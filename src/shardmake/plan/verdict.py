@@ -109,8 +109,8 @@ def judge(
     gpu, least = memory.gpu, memory.gpu.device - memory.gpu.reserved + memory.gpu.allocated
     for need, room, what in (
         (least, hardware.gpu_memory, "GPU memory" + " while the model loads" * (gpu.phase == "load")),
-        (memory.host_total, hardware.host_memory, "host RAM of a node"),
-        (sum(memory.nvme.values()), hardware.nvme, "NVMe of a node"),
+        (memory.host.total, hardware.host_memory, "host RAM of a node"),
+        (memory.nvme.total, hardware.nvme, "NVMe of a node"),
     ):
         if need and (room is None or need > room):
             reason = "needs node-local NVMe; set nvme_path in the cluster file"
@@ -126,10 +126,10 @@ def judge(
     covered = error.largest if headroom == Headroom.ENOUGH else error.typical
     if gpu.device * (1 + covered) > hardware.gpu_memory or least < (1 - _CACHE) * gpu.device:
         figures = f"{least / GIB:.1f} to {figures}"
-    host = _headroom(hardware.host_memory, HOST_ERROR, lambda room: memory.host_total <= room)
+    host = _headroom(hardware.host_memory, HOST_ERROR, lambda room: memory.host.total <= room)
     if host < headroom:
         headroom, error = host, HOST_ERROR
-        figures += f", {memory.host_total / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
+        figures += f", {memory.host.total / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
     return _fitting(figures, headroom, error)
 
 
@@ -144,7 +144,7 @@ def _headroom(room: int, error: FamilyError, fits_in: Callable[[int], bool]) -> 
 
 def _judge_cpu(memory: Estimate, scenario: Scenario, hardware: Hardware) -> Verdict:
     """Return the verdict on CPU, where the tensors of the ranks share the node's RAM with the host's."""
-    need = scenario.ranks_per_node * memory.gpu.reserved + memory.host_total
+    need = scenario.ranks_per_node * memory.gpu.reserved + memory.host.total
     limit = "" if hardware.host_memory >= NO_LIMIT else f" of {hardware.host_memory / GIB:.1f}"
     figures = f"{need / GIB:.1f}{limit} GiB of a node's RAM"
     if need > hardware.host_memory:
