@@ -112,9 +112,9 @@ class Planner:
     ) -> Candidate:
         hardware, error = self.settings.hardware, error_of(scenario)
         return Candidate(
+            **vars(judge(memory, scenario, hardware, error, device_on)),
             choice=choice,
             memory=memory,
-            verdict=judge(memory, scenario, hardware, error, device_on),
             step_seconds=step_time(scenario, hardware),
             simulated=simulated,
             is_half_precision=choice.precision != self.settings.precision,

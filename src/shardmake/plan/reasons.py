@@ -44,7 +44,7 @@ def nothing_fits_message(candidates: Sequence[Candidate], settings: ResolvedRun)
 
 def risk(candidate: Candidate) -> str:
     """Return the estimator's own error for trainings like ``candidate``, as a clause."""
-    error = candidate.verdict.error
+    error = candidate.error
     return (
         f"estimates of {error.name} trainings are off by {error.typical:.1%} (median of {error.sample}), "
         f"and nineteen in twenty needed at most {error.largest:.1%} more"

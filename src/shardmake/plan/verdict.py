@@ -1,6 +1,7 @@
 """The verdict on an estimate: whether it fits, and whether its margin covers the estimator's own error."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -83,12 +84,14 @@ class Headroom(IntEnum):
     """The error of nineteen in twenty runs."""
 
 
-class Verdict(NamedTuple):
+@dataclass(frozen=True)
+class Verdict:
     """The verdict on one candidate: the figures as text, and its headroom."""
 
     fits: bool
+    """In every place."""
     reason: str
-    """Without a subject: ``fits: ...``, ``tight: ...``, ``needs ...``."""
+    """Why it fits or not, without a subject: ``fits: ...``, ``tight: ...``, ``needs ...``."""
     headroom: Headroom
     error: FamilyError
     """The error that the headroom is measured with."""

@@ -14,7 +14,7 @@ from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import NothingFitsError, choose
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.reasons import beside, reason_of, rejected
-from shardmake.plan.verdict import HOST_ERROR, FamilyError, Headroom, Verdict, judge
+from shardmake.plan.verdict import HOST_ERROR, FamilyError, Headroom, judge
 from shardmake.run.plan import Choice, GpuEstimate, PlaceEstimate
 from tests.unit.wording import Wording
 
@@ -42,7 +42,7 @@ def candidate(
     )  # fmt: skip
     fits = device <= 80
     reason = f"fits: {device} of 80.0 GiB per GPU" if fits else f"needs {device} GiB of GPU memory, 80.0 GiB available"
-    return Candidate(choice, memory(device), Verdict(fits, reason, headroom, ERROR), seconds, simulated=False)
+    return Candidate(fits, reason, headroom, ERROR, choice, memory(device), seconds, simulated=False)
 
 
 class Simulator:
@@ -76,7 +76,7 @@ def split(micro: int, passes: int, device: float) -> Candidate:
 
 TAKEN: dict[str, tuple[Candidate, ...]] = {
     "tight, and clearly faster": (TIGHT, OFFLOAD, OTHER),
-    "tensors with a margin before offload": (replace(RISKY, verdict=RISKY.verdict._replace(headroom=Headroom.TENSORS)), OFFLOAD),
+    "tensors with a margin before offload": (replace(RISKY, headroom=Headroom.TENSORS), OFFLOAD),
     "nearly as fast as a tight one": (replace(OTHER, step_seconds=15.0), TIGHT, OFFLOAD),
     "slower than a tight one without a fallback, which would be of the same library": (OTHER, TIGHT),
     # Offload is taken only where nothing else fits, not for time, headroom or fewer nodes: its time is not proven.
