@@ -1,5 +1,7 @@
 """The memory estimate of one candidate: GPU (the peak over phases), host RAM, NVMe and disk."""
 
+from typing import ClassVar
+
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory, StepEvents, replay
@@ -16,6 +18,7 @@ from shardmake.run.record import RunRecord
 class Estimate(RunRecord):
     """The memory of one candidate; host RAM and NVMe are per node, the disk is the total."""
 
+    made_by: ClassVar[str] = "shardmake estimate MODEL"
     gpu: GpuEstimate
     host: PlaceEstimate
     nvme: PlaceEstimate

@@ -1,6 +1,5 @@
 """The planner: the memory, verdict and time of each candidate of a run, in closed form or simulated."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_file_keys import estimated_values
-from shardmake.core.atomic import write_json
 from shardmake.core.nested import overlay
 from shardmake.memory import calibration, closed_form, estimate, states
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
@@ -147,10 +145,9 @@ class CachedPlanner(Planner):
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         path = self._path(scenario, buckets, capacity)
-        if path.is_file():
-            return Estimate(**json.loads(path.read_text()))
-        memory = super()._simulated(scenario, buckets, step, capacity)
-        write_json(path, memory.as_json())
+        if (memory := Estimate.read_if_exists(path)) is None:
+            memory = super()._simulated(scenario, buckets, step, capacity)
+            memory.write(path)
         return memory
 
     def _path(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Path:
