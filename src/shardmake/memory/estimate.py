@@ -5,11 +5,10 @@ from typing import ClassVar
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory, StepEvents, replay
-from shardmake.memory.decoder import micro_step
 from shardmake.memory.fsdp import Fsdp2Memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import traced
+from shardmake.memory.trace import events_of
 from shardmake.memory.zero import Zero3Memory, Zero12Memory
 from shardmake.run.plan import GpuEstimate, PlaceEstimate
 from shardmake.run.record import RunRecord
@@ -72,11 +71,6 @@ def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = Non
             reserved = timeline.reserved(limit)
     sizes = {"allocated": peak.total, "reserved": reserved, "wanted": wanted, "device": reserved + beside}
     return GpuEstimate(**sizes, phase=phase, terms=peak.terms)
-
-
-def events_of(scenario: Scenario) -> StepEvents:
-    """Return the events of the micro step: simulated if the family is written down, else traced."""
-    return micro_step(scenario) if scenario.model.decoder else traced(scenario)
 
 
 def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeline:

@@ -20,7 +20,7 @@ from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import trace_all, traced_tokens
+from shardmake.memory.trace import events_of, trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.parallelism import local_model
 from shardmake.plan.resolve import ResolvedRun
@@ -82,7 +82,7 @@ class Planner:
         """Return ``choice`` with its memory from a simulated step; it is simulated once."""
         if choice not in self._candidates:
             scenario, buckets = self._parts(choice)
-            step = cache(lambda: simulate(scenario, buckets, self._once(estimate.events_of, scenario)))
+            step = cache(lambda: simulate(scenario, buckets, self._once(events_of, scenario)))
             on = partial(self._simulated, scenario, buckets, step)
             memory = on(self.settings.hardware.gpu_memory)
             found = self._candidate(choice, scenario, memory, lambda size: on(size).gpu.device, simulated=True)
@@ -130,7 +130,7 @@ class CachedPlanner(Planner):
             scenarios = [scenario_of(self.settings, choice) for choice in missing]
             trace_all(scenarios)
             for scenario in scenarios:
-                self._once(estimate.events_of, scenario)
+                self._once(events_of, scenario)
         cores = min(len(os.sched_getaffinity(0)), len(missing))
         if cores > 1:
             share = -(-len(missing) // cores)
