@@ -9,7 +9,7 @@ from torch import nn
 
 from shardmake.run.usage import WINDOW_STEPS, WINDOWS
 from shardmake.train.callbacks import compute_timer
-from shardmake.train.callbacks.compute_timer import ComputeTimer
+from shardmake.train.callbacks.heartbeat import ComputeTimer
 
 
 class Clock:
