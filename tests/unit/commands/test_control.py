@@ -60,14 +60,11 @@ def test_a_training_is_set_aside_as_often_as_asked_and_never_while_it_runs(rundi
         assert (rundir.root / f"train-before-{number}/receipt.json").read_text() == str(number)
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (None, "The ranks save and stop after their current step."),
-        ("12|RUNNING|c1|name\n", "The ranks save and stop after their current step."),
-        ("12|PENDING|(Priority)|name\n", "Job 12 still waits in the queue: its ranks save and stop after the first"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "words"), [
+    (None, "The ranks save and stop after their current step."),
+    ("12|RUNNING|c1|name\n", "The ranks save and stop after their current step."),
+    ("12|PENDING|(Priority)|name\n", "Job 12 still waits in the queue: its ranks save and stop after the first"),
+])  # fmt: skip
 def test_a_requested_stop_says_that_the_job_still_waits(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, rows: str | None, words: str
 ) -> None:
@@ -93,16 +90,13 @@ def test_a_local_training_is_interrupted(rundir: RunDir) -> None:
         assert process.wait() != 0
 
 
-@pytest.mark.parametrize(
-    ("rows", "refused", "message"),
-    [
-        (None, False, "Cannot cancel job 12 of chat: Slurm does not answer."),
-        ("12|RUNNING|c1|another-job\n", False, "Nothing to cancel: chat. Its job 12 has ended."),
-        ("", False, "Nothing to cancel: chat. Its job 12 has ended."),
-        ("12|RUNNING|c1|{name}\n", True, "Cannot cancel job 12 of chat: Access denied."),
-        ("12|PENDING|(Priority)|{name}\n", False, None),
-    ],
-)
+@pytest.mark.parametrize(("rows", "refused", "message"), [
+    (None, False, "Cannot cancel job 12 of chat: Slurm does not answer."),
+    ("12|RUNNING|c1|another-job\n", False, "Nothing to cancel: chat. Its job 12 has ended."),
+    ("", False, "Nothing to cancel: chat. Its job 12 has ended."),
+    ("12|RUNNING|c1|{name}\n", True, "Cannot cancel job 12 of chat: Access denied."),
+    ("12|PENDING|(Priority)|{name}\n", False, None),
+])  # fmt: skip
 def test_only_the_runs_own_job_is_cancelled_in_slurm(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, rows: str | None, refused: bool, message: str | None
 ) -> None:

@@ -38,17 +38,14 @@ def submitted(runs: list[str], end: End | None = None, name: str = "driver-0a1b"
     return folder
 
 
-@pytest.mark.parametrize(
-    ("queue", "end", "text", "state"),
-    [
-        (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1.", "running"),
-        (f"{WAITING}\n", "continued", "job 13 is pending (Dependency).", "pending"),
-        ("", None, f"job 12 was killed or cancelled; {CONTINUE}", "killed"),
-        ("", "cancelled", f"job 12 was cancelled; {CONTINUE}", "cancelled"),
-        ("", "failed", f"job 12 ended, because a person is needed. {REPEAT}", "failed"),
-        (None, None, "Slurm does not say whether a driver job works on them.", "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("queue", "end", "text", "state"), [
+    (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1.", "running"),
+    (f"{WAITING}\n", "continued", "job 13 is pending (Dependency).", "pending"),
+    ("", None, f"job 12 was killed or cancelled; {CONTINUE}", "killed"),
+    ("", "cancelled", f"job 12 was cancelled; {CONTINUE}", "cancelled"),
+    ("", "failed", f"job 12 ended, because a person is needed. {REPEAT}", "failed"),
+    (None, None, "Slurm does not say whether a driver job works on them.", "unknown"),
+])  # fmt: skip
 def test_status_has_the_driver_job_of_a_run(
     slurm: Path, queue: str | None, end: End | None, text: str, state: str
 ) -> None:

@@ -166,20 +166,12 @@ def test_estimate_and_plan_agree_to_the_byte(strategy: Strategy, checkpointing: 
     assert_agree(request, cluster)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss": "chunked"},
-        {"activation_offload": True},
-        {"objective": "dpo"},
-        {"objective": "dpo", "reference": "precomputed"},
-        {"objective": "dpo", "method": "lora"},
-        {"objective": "kto", "micro_batch": 2},
-        {"objective": "kto", "micro_batch": 2, "reference": "precomputed"},
-        {"objective": "reward"},
-    ],
-    ids=lambda options: "-".join(str(value) for value in options.values()),
-)
+@pytest.mark.parametrize("settings", [
+    {"loss": "chunked"}, {"activation_offload": True}, {"objective": "dpo"},
+    {"objective": "dpo", "reference": "precomputed"}, {"objective": "dpo", "method": "lora"},
+    {"objective": "kto", "micro_batch": 2},
+    {"objective": "kto", "micro_batch": 2, "reference": "precomputed"}, {"objective": "reward"},
+], ids=lambda options: "-".join(str(value) for value in options.values()))  # fmt: skip
 def test_estimate_and_plan_agree_on_every_objective_and_on_what_long_sequences_need(
     settings: dict[str, Any], model: str
 ) -> None:

@@ -37,18 +37,15 @@ def write(*texts: tuple[str, str]) -> None:
         os.utime(name, (1e9 + second, 1e9 + second))
 
 
-@pytest.mark.parametrize(
-    ("texts", "state", "line"),
-    [
-        ([(OWN, REFUSED)], "failed", "prompts.jsonl: line 3 is not valid JSON. (2001-09-09"),
-        ([(OWN, REFUSED), (SLURM, f"{REFUSED}{INNER}")], "failed", "line 3 is not valid JSON. (2001-09-09"),
-        ([(OWN, REFUSED), (SLURM, f"{NO_CONTROLLER}\n{INNER}")], "failed", f"{NO_CONTROLLER} (job 8, 2001"),
-        ([(SLURM, "a\nslurmstepd: error: Detected 1 oom_kill event in StepId=8.\n")], "failed", "(job 8, 2001-09-09"),
-        ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28T04:00:00 ***\n")], "cancelled", "JOB 8"),
-        ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28 DUE TO TIME LIMIT ***")], "failed", ""),
-        ([(OWN, "Reading.\n50%\n")], "unfinished", "50% ("),
-    ],
-)
+@pytest.mark.parametrize(("texts", "state", "line"), [
+    ([(OWN, REFUSED)], "failed", "prompts.jsonl: line 3 is not valid JSON. (2001-09-09"),
+    ([(OWN, REFUSED), (SLURM, f"{REFUSED}{INNER}")], "failed", "line 3 is not valid JSON. (2001-09-09"),
+    ([(OWN, REFUSED), (SLURM, f"{NO_CONTROLLER}\n{INNER}")], "failed", f"{NO_CONTROLLER} (job 8, 2001"),
+    ([(SLURM, "a\nslurmstepd: error: Detected 1 oom_kill event in StepId=8.\n")], "failed", "(job 8, 2001-09-09"),
+    ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28T04:00:00 ***\n")], "cancelled", "JOB 8"),
+    ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28 DUE TO TIME LIMIT ***")], "failed", ""),
+    ([(OWN, "Reading.\n50%\n")], "unfinished", "50% ("),
+])  # fmt: skip
 def test_a_stage_without_a_result_has_its_state_and_its_last_line(
     rundir: RunDir, texts: list[tuple[str, str]], state: str, line: str
 ) -> None:

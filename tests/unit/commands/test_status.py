@@ -255,15 +255,11 @@ def test_rows_of_squeue_are_of_the_runs_own_job(training: RunDir) -> None:
     assert parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}")["12"].state is JobState.PENDING
 
 
-@pytest.mark.parametrize(
-    ("scores", "line"),
-    [
-        ({"preferences": finished_run.PREFERENCES}, "pairs: reward"),
-        ({"completions": finished_run.COMPLETIONS}, "completions: reward"),
-        (dict(finished_run.RATED), "pairs: preference"),
-    ],
-    ids=["pairs", "completions", "reward model"],
-)
+@pytest.mark.parametrize(("scores", "line"), [
+    ({"preferences": finished_run.PREFERENCES}, "pairs: reward"),
+    ({"completions": finished_run.COMPLETIONS}, "completions: reward"),
+    (dict(finished_run.RATED), "pairs: preference"),
+], ids=["pairs", "completions", "reward model"])  # fmt: skip
 def test_scores_are_shown(finished: RunDir, scores: dict[str, Any], line: str) -> None:
     finished_run.EVALUATED.model_copy(update=scores).write(finished.evaluation)
     text = describe(finished_run.make_run(push=PUSH), LOCAL, finished)

@@ -72,24 +72,21 @@ ADAPTER: Any = {"lora": {"adapter": "run:a"}}
 SAME: Any = {"base": "a", **ADAPTER}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"a": {**LORA, "lora": {"adapter": "run:b"}}}, "from its own adapter (a -> b -> a). Name a base adapter"),
-        ({"b": {**LORA, "lora": {"adapter": "run:x"}}}, "run 'x' does not exist"),
-        ({"b": {**LORA, "lora": {"rank": 8, "adapter": "run:a"}}}, "another kind of adapter (rank: 16, not 8)"),
-        ({"b": {**SAME, "model": "org/b"}}, "(model: org/base, not org/b)"),
-        ({"a": RUN, "b": {**SAME, "method": "lora"}}, "(adapters: False, not True)"),
-        ({"b": {**SAME, "resume_from": "x"}}, "resume_from has no effect with lora.adapter"),
-        ({"a": {**LORA, "resume_from": "x"}, "b": {**LORA, **ADAPTER}}, "cannot be continued with its resume_from: x"),
-        ({"a": {**LORA, "script": "t.py"}, "b": {**LORA, **ADAPTER}}, "with its script: t.py. Start from its merged"),
-        ({"a": {**LORA, "lora": {"targets": ["q_proj", "lm_head"]}}}, "with its lora.targets: lm_head"),
-        ({"a": {**LORA, "lora": {"train_tokens": ["<a>"]}}}, "with its lora.train_tokens: <a>"),
-        ({"b": {**SAME, "script": "t.py"}}, "lora.adapter has no effect with script"),
-        ({"b": {**SAME, "packing": False, "objective": "dpo"}}, "Set dpo.reference: precomputed"),
-        ({"b": {**SAME, "packing": False, "objective": "reward"}}, "whose new head the adapter does not have"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"a": {**LORA, "lora": {"adapter": "run:b"}}}, "from its own adapter (a -> b -> a). Name a base adapter"),
+    ({"b": {**LORA, "lora": {"adapter": "run:x"}}}, "run 'x' does not exist"),
+    ({"b": {**LORA, "lora": {"rank": 8, "adapter": "run:a"}}}, "another kind of adapter (rank: 16, not 8)"),
+    ({"b": {**SAME, "model": "org/b"}}, "(model: org/base, not org/b)"),
+    ({"a": RUN, "b": {**SAME, "method": "lora"}}, "(adapters: False, not True)"),
+    ({"b": {**SAME, "resume_from": "x"}}, "resume_from has no effect with lora.adapter"),
+    ({"a": {**LORA, "resume_from": "x"}, "b": {**LORA, **ADAPTER}}, "cannot be continued with its resume_from: x"),
+    ({"a": {**LORA, "script": "t.py"}, "b": {**LORA, **ADAPTER}}, "with its script: t.py. Start from its merged"),
+    ({"a": {**LORA, "lora": {"targets": ["q_proj", "lm_head"]}}}, "with its lora.targets: lm_head"),
+    ({"a": {**LORA, "lora": {"train_tokens": ["<a>"]}}}, "with its lora.train_tokens: <a>"),
+    ({"b": {**SAME, "script": "t.py"}}, "lora.adapter has no effect with script"),
+    ({"b": {**SAME, "packing": False, "objective": "dpo"}}, "Set dpo.reference: precomputed"),
+    ({"b": {**SAME, "packing": False, "objective": "reward"}}, "whose new head the adapter does not have"),
+])  # fmt: skip
 def test_an_adapter_of_another_run_belongs_to_the_same_base_model(changes: dict[str, Any], message: str) -> None:
     runs = {"a": LORA, "b": SAME, "c": {"base": "b", "lora": {"adapter": "run:b"}}}
     assert chain_of("c", parse(runs).runs) == ["a", "b", "c"]

@@ -170,16 +170,13 @@ def files_with(package: Any, text: str) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*.py") if text in path.read_text()}
 
 
-@pytest.mark.parametrize(
-    ("text", "files"),
-    [
-        ("._config.pipeline", {"runtime/pipe/engine.py"}),
-        (".disable_allgather", {"runtime/config.py"}),
-        ("dataloader_drop_last()", {"runtime/engine.py"}),
-        ("self._config.use_data_before_expert_parallel_", {"runtime/engine.py"}),
-        ("convert_to_random_ltd(", {"runtime/data_pipeline/data_routing/helper.py"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "files"), [
+    ("._config.pipeline", {"runtime/pipe/engine.py"}),
+    (".disable_allgather", {"runtime/config.py"}),
+    ("dataloader_drop_last()", {"runtime/engine.py"}),
+    ("self._config.use_data_before_expert_parallel_", {"runtime/engine.py"}),
+    ("convert_to_random_ltd(", {"runtime/data_pipeline/data_routing/helper.py"}),
+])  # fmt: skip
 def test_ignored_keys_are_read_only_where_trainer_does_not_get(text: str, files: set[str]) -> None:
     assert files_with(deepspeed, text) == files
 

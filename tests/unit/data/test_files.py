@@ -287,19 +287,14 @@ def test_identity_follows_the_content(tmp_path: Path) -> None:
     assert identity((path,)) == before
 
 
-@pytest.mark.parametrize(
-    ("names", "trained", "evaluated"),
-    [
-        (["a", "b"], ["a", "b"], ["a", "b"]),
-        (["train", "test"], ["train"], ["test"]),
-        (["train", "validation", "test"], ["train"], ["validation"]),
-        (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
-        (["train/x", "test/x"], ["train/x"], ["test/x"]),
-        (["train", "extra"], ["train"], "has no split validation or test"),
-        (["test"], ["test"], ["test"]),
-        (["a", "my_eval"], "has no split train", ["my_eval"]),
-    ],
-)
+@pytest.mark.parametrize(("names", "trained", "evaluated"), [
+    (["a", "b"], ["a", "b"], ["a", "b"]), (["train", "test"], ["train"], ["test"]),
+    (["train", "validation", "test"], ["train"], ["validation"]),
+    (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
+    (["train/x", "test/x"], ["train/x"], ["test/x"]),
+    (["train", "extra"], ["train"], "has no split validation or test"), (["test"], ["test"], ["test"]),
+    (["a", "my_eval"], "has no split train", ["my_eval"]),
+])  # fmt: skip
 def test_a_folder_follows_the_rules_of_the_hub(tmp_path: Path, names: list[str], trained: Any, evaluated: Any) -> None:
     """The split of a file is that of its name; a folder with files of one split alone is that split."""
     (tmp_path / "train.log").write_text("not data")

@@ -80,14 +80,11 @@ def test_a_local_executor_needs_no_slurm(tmp_path: Path) -> None:
     assert {"Slurm", "sacct"} & set(login.login_checks(make_cluster(), Slurm(), tmp_path)) == set()
 
 
-@pytest.mark.parametrize(
-    ("slurm", "check", "words"),
-    [
-        ({"account": "lab-npl"}, "accounts", "Did you mean 'lab-nlp'?"),
-        ({"account": "lab-nlp", "qos": "lang"}, "qos", "Did you mean 'long'?"),
-        ({"partition": "gpus"}, "partitions", "Did you mean 'gpu'?"),
-    ],
-)
+@pytest.mark.parametrize(("slurm", "check", "words"), [
+    ({"account": "lab-npl"}, "accounts", "Did you mean 'lab-nlp'?"),
+    ({"account": "lab-nlp", "qos": "lang"}, "qos", "Did you mean 'long'?"),
+    ({"partition": "gpus"}, "partitions", "Did you mean 'gpu'?"),
+])  # fmt: skip
 def test_names_in_the_cluster_file_that_slurm_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: dict[str, str], check: str, words: str
 ) -> None:
