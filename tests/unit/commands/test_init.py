@@ -106,14 +106,11 @@ def test_the_command_writes_a_folder_for_the_workflow_and_later_only_further_con
         assert yaml.safe_load(Path(profile, "config.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("words", "added"),
-    [
-        ([], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/local"]),
-        (["-n", "plan", "--configfile=a.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/slurm"]),
-        (["-s", "mine", "--profile", "x"], []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "added"), [
+    ([], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/local"]),
+    (["-n", "plan", "--configfile=a.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/slurm"]),
+    (["-s", "mine", "--profile", "x"], []),
+])  # fmt: skip
 def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> None:
     write("config/config.yaml")
     Path("nodes.yaml").write_text(json.dumps(CLUSTER | {"executor": "slurm"}))
@@ -129,13 +126,10 @@ def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> N
     assert [word.removeprefix("profiles/") for word in snakemake_arguments(words)] == [*own, *words]
 
 
-@pytest.mark.parametrize(
-    ("text", "objective", "batch", "epochs"),
-    [
-        ("x" * 44_000, "sft", 2, 3), ("x" * 220_000, "sft", 2, 1), ("x" * 4_400_000, "sft", 32, 1),
-        ("x" * 44_000_000, "sft", 64, 1), ("", "sft", 64, 1), ("{}\n" * 420, "dpo", 8, 1), ("{}\n" * 90, "kto", 4, 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "objective", "batch", "epochs"), [
+    ("x" * 44_000, "sft", 2, 3), ("x" * 220_000, "sft", 2, 1), ("x" * 4_400_000, "sft", 32, 1),
+    ("x" * 44_000_000, "sft", 64, 1), ("", "sft", 64, 1), ("{}\n" * 420, "dpo", 8, 1), ("{}\n" * 90, "kto", 4, 3),
+])  # fmt: skip
 def test_the_batch_follows_from_the_size_of_the_data(text: str, objective: Any, batch: int, epochs: int) -> None:
     Path("many.jsonl").write_text(text)
     write(data="many.jsonl" if text else "lab/on-the-hub", objective=objective)

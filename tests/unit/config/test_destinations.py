@@ -16,16 +16,13 @@ def runs(**pushes: Any) -> Config:
     return parse_config({"cluster": "c", "runs": values}, "c")
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("file:published/x", "file:published/x"), ("file:published/x", "file:published/x/"),
-        ("file:published/x", "file:./published//y/../x"), ("file:published/x", ["hub:lab/x", "file:link/x"]),
-        ("file:published", "file:published/x"), ("hub:lab/x", "hub:Lab/X"),
-        ("hub:lab/x", {"to": "hub:lab/x", "revision": "main"}), ("s3://bucket/x", "s3://bucket/x/"),
-        ("s3://bucket/x", "s3://bucket//./x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("first", "second"), [
+    ("file:published/x", "file:published/x"), ("file:published/x", "file:published/x/"),
+    ("file:published/x", "file:./published//y/../x"), ("file:published/x", ["hub:lab/x", "file:link/x"]),
+    ("file:published", "file:published/x"), ("hub:lab/x", "hub:Lab/X"),
+    ("hub:lab/x", {"to": "hub:lab/x", "revision": "main"}), ("s3://bucket/x", "s3://bucket/x/"),
+    ("s3://bucket/x", "s3://bucket//./x"),
+])  # fmt: skip
 def test_one_destination_of_two_runs_is_rejected(
     first: Any, second: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,14 +35,11 @@ def test_one_destination_of_two_runs_is_rejected(
         runs(a=first, b=second)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("file:published/x", "file:published/xy"), ("file:published/{run}", "file:published/{run}"),
-        ("hub:lab/x", "file:lab/x"), ("hub:lab/x", {"to": "hub:lab/x", "revision": "second"}),
-        ({"to": "hub:lab/x", "pull_request": True}, {"to": "hub:lab/x", "pull_request": True}),
-        ("s3://bucket/x", "gs://bucket/x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("first", "second"), [
+    ("file:published/x", "file:published/xy"), ("file:published/{run}", "file:published/{run}"),
+    ("hub:lab/x", "file:lab/x"), ("hub:lab/x", {"to": "hub:lab/x", "revision": "second"}),
+    ({"to": "hub:lab/x", "pull_request": True}, {"to": "hub:lab/x", "pull_request": True}),
+    ("s3://bucket/x", "gs://bucket/x"),
+])  # fmt: skip
 def test_separate_destinations_are_accepted(first: Any, second: Any) -> None:
     assert list(runs(a=first, b=second).runs) == ["a", "b"]

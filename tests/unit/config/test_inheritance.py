@@ -69,11 +69,10 @@ def test_a_sweep_may_be_a_list_of_points_in_sections() -> None:
     assert list(points) == ["s-r4-strategy-zero2", "s-r8-data-train-org-a-very-long-name-of-data-x"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1e-5, "1e-5"), ("1e-5", "1e-5"), ("1.0E-05", "1e-5"), (0.00015, "1.5e-4"), (0.001, "1e-3"), (0.1, "0.1"), (0.25, "0.25"),
-     (1, "1"), (1.0, "1"), (1000, "1000"), (0, "0"), (2**31, "2147483648"), (1.5, "1.5")],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "text"), [
+    (1e-5, "1e-5"), ("1e-5", "1e-5"), ("1.0E-05", "1e-5"), (0.00015, "1.5e-4"), (0.001, "1e-3"), (0.1, "0.1"), (0.25, "0.25"),
+    (1, "1"), (1.0, "1"), (1000, "1000"), (0, "0"), (2**31, "2147483648"), (1.5, "1.5"),
+])  # fmt: skip
 def test_every_spelling_of_a_number_gives_one_name(value: Any, text: str) -> None:
     assert list(expand_sweep("n", {"learning_rate": [value]})) == [f"n-lr{text}"]
 

@@ -93,14 +93,11 @@ def data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("train", "held_out"),
-    [
-        ("data/train.jsonl", "data/train.jsonl"), ("data/train.jsonl", "./data/../data/train.jsonl"),
-        ("data/train.jsonl", "link.jsonl"), ("data/train.jsonl", "hard.jsonl"), ("data/train.jsonl", "copy.jsonl"),
-        ("org/data", "org/data:train"), ("org/data:all", "org/data:all"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("train", "held_out"), [
+    ("data/train.jsonl", "data/train.jsonl"), ("data/train.jsonl", "./data/../data/train.jsonl"),
+    ("data/train.jsonl", "link.jsonl"), ("data/train.jsonl", "hard.jsonl"), ("data/train.jsonl", "copy.jsonl"),
+    ("org/data", "org/data:train"), ("org/data:all", "org/data:all"),
+])  # fmt: skip
 def test_evaluation_on_the_training_data_is_rejected(train: str, held_out: str, data_files: Path) -> None:
     run = make_run(data={"train": train, "eval": held_out})
     with pytest.raises(

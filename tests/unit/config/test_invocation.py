@@ -109,15 +109,12 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
         assert end.value.code == "Error: bad.yaml, line 3 is not valid YAML: expected ',' or '}', but got ':'."
 
 
-@pytest.mark.parametrize(
-    ("cluster", "executor", "advice"),
-    [
-        ("slurm", "local", "has `executor: slurm`, but Snakemake would run the stages on this machine. Use `--profile slurm`"),
-        ("local", "slurm", "has `executor: local`, but Snakemake would submit jobs through 'slurm'. Use `--profile profiles/local`"),
-        ("slurm", "slurm", None), ("slurm", "cluster-generic", None), ("local", "local", None), ("slurm", None, None),
-        ("local", None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("cluster", "executor", "advice"), [
+    ("slurm", "local", "has `executor: slurm`, but Snakemake would run the stages on this machine. Use `--profile slurm`"),
+    ("local", "slurm", "has `executor: local`, but Snakemake would submit jobs through 'slurm'. Use `--profile profiles/local`"),
+    ("slurm", "slurm", None), ("slurm", "cluster-generic", None), ("local", "local", None), ("slurm", None, None),
+    ("local", None, None),
+])  # fmt: skip
 def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
     cluster: str, executor: str | None, advice: str | None
 ) -> None:

@@ -20,22 +20,19 @@ TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
-        ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
-        ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
-        ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
-        ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("slurm: {~: 1}", "slurm.None: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("8: 1", "8: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("on: 1", "1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
-        ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
-        ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "expected"), [
+    ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+    ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+    ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+    ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+    ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("slurm: {~: 1}", "slurm.None: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("8: 1", "8: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("on: 1", "1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
+    ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
+    ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),
+])  # fmt: skip
 def test_values_that_yaml_converts_are_explained(line: str, expected: str, tmp_path: Path) -> None:
     path = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER) + line + "\n")
     with pytest.raises(ShardmakeError) as error:
@@ -55,19 +52,16 @@ def test_yaml_spellings_of_true_and_false_are_accepted(tmp_path: Path) -> None:
     assert not load_config(write(tmp_path / "c.yaml", text + "    packing: no\n")).runs["chat"].packing
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' occurs twice."),
-        ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' occurs twice."),
-        ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
-         "token."),
-        ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
-        (b"cluster: a\nruns: \xff\n", "{path}, line 2 is not valid UTF-8. Save the file as UTF-8."),
-        ("", "{path} has no keys. See config/README.md for the keys."),
-        ("- a\n", "{path} has no keys. See config/README.md for the keys."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' occurs twice."),
+    ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' occurs twice."),
+    ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
+     "token."),
+    ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
+    (b"cluster: a\nruns: \xff\n", "{path}, line 2 is not valid UTF-8. Save the file as UTF-8."),
+    ("", "{path} has no keys. See config/README.md for the keys."),
+    ("- a\n", "{path} has no keys. See config/README.md for the keys."),
+])  # fmt: skip
 def test_invalid_yaml_is_rejected_with_its_line(text: str | bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -59,12 +59,9 @@ def test_offload_to_the_host_follows_its_stage() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("strategy", "family"),
-    [
-        ("zero1-offload", "zero1"), ("zero3-offload", "zero3"), ("zero3-hpz", "zero3"), ("zero3-nvme", "zero3-nvme"),
-        ("fsdp-hybrid", "fsdp"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "family"), [
+    ("zero1-offload", "zero1"), ("zero3-offload", "zero3"), ("zero3-hpz", "zero3"), ("zero3-nvme", "zero3-nvme"),
+    ("fsdp-hybrid", "fsdp"),
+])  # fmt: skip
 def test_checkpoint_families(strategy: str, family: str) -> None:
     assert STRATEGY_SPECS[strategy].checkpoint_family == family

@@ -5,13 +5,10 @@ import pytest
 from shardmake.core.errors import ShardmakeError, nearest
 
 
-@pytest.mark.parametrize(
-    ("word", "suggestion"),
-    [
-        ("zer3", " Did you mean 'zero3'?"), ("zero3 ", " Did you mean 'zero3'?"), ("fdsp", " Did you mean 'fsdp'?"),
-        ("deepspeed", ""), ("", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("word", "suggestion"), [
+    ("zer3", " Did you mean 'zero3'?"), ("zero3 ", " Did you mean 'zero3'?"), ("fdsp", " Did you mean 'fsdp'?"),
+    ("deepspeed", ""), ("", ""),
+])  # fmt: skip
 def test_nearest(word: str, suggestion: str) -> None:
     assert nearest(word, iter(("ddp", "zero3", "fsdp"))) == suggestion
 

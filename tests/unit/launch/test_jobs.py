@@ -23,11 +23,10 @@ from tests.unit.plans import make_cluster, make_plan, make_run
 from tests.users import ATTACKER
 
 
-@pytest.mark.parametrize(
-    ("saves", "limit", "lead"),
-    [([], "24:00:00", 120), ([3.0], "24:00:00", 120), ([100.0, 40.0], "24:00:00", 260), ([900.0], "01:00:00", 900),
-     ([], "00:02:00", 30), ([10.0], "00:00:30", 15)],
-)  # fmt: skip
+@pytest.mark.parametrize(("saves", "limit", "lead"), [
+    ([], "24:00:00", 120), ([3.0], "24:00:00", 120), ([100.0, 40.0], "24:00:00", 260), ([900.0], "01:00:00", 900),
+    ([], "00:02:00", 30), ([10.0], "00:00:30", 15),
+])  # fmt: skip
 def test_the_lead_before_the_limit_follows_the_slowest_save(
     tmp_path: Path, saves: list[float], limit: str, lead: int
 ) -> None:

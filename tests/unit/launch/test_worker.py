@@ -88,11 +88,9 @@ def test_ranks_start_without_the_lock_of_a_killed_build(
     assert f"Removed {lock}" in folder.log(0).read_text()
 
 
-@pytest.mark.parametrize(
-    ("status", "exited", "ends_step"),
-    [(1, [0], True), (1, [0, 1], False), (0, [0], False)],
-    ids=["another-node-is-stuck", "all-failed", "done-first"],
-)
+@pytest.mark.parametrize(("status", "exited", "ends_step"), [
+    (1, [0], True), (1, [0, 1], False), (0, [0], False),
+], ids=["another-node-is-stuck", "all-failed", "done-first"])  # fmt: skip
 def test_a_failed_node_ends_the_step_if_another_is_stuck(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, exited: list[int], ends_step: bool
 ) -> None:
