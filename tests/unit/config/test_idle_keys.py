@@ -137,5 +137,5 @@ def test_each_value_changes_plan_files_or_job_or_is_refused(
     {"script": "t.py", "script_args": ["--lr=$SHARDMAKE_LEARNING_RATE", "${SHARDMAKE_OUTPUT}/x", "$HOME", "$$SHARDMAKE_X", "5$"]},
 ])  # fmt: skip
 def test_keys_with_an_effect_are_accepted(changes: dict[str, Any]) -> None:
-    """Those without one are rows of test_refusals."""
+    """Those without one are rows of refusals.yaml."""
     make_run(**changes)
