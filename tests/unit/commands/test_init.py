@@ -145,14 +145,12 @@ def test_the_batch_is_a_multiple_of_the_ranks_and_the_learning_rate_follows_the_
 
 
 def test_a_file_of_another_tool_becomes_a_run_and_lists_the_rest(folder: Path) -> None:
-    Path("axolotl.yaml").write_text(
-        yaml.safe_dump({"base_model": "my base", "datasets": [{"path": "train.jsonl"}], "neftune_noise_alpha": 5})
-    )
+    theirs = {"base_model": "my base", "datasets": [{"path": "train.jsonl"}], "neftune_noise_alpha": 5}
+    Path("axolotl.yaml").write_text(yaml.safe_dump(theirs))
     words = ["init", "--from", "axolotl.yaml", "--cluster", "cluster.yaml", "--objective", "sft"]
     done = CliRunner().invoke(app, words)
-    assert (
-        done.exit_code == 0 and "Not translated, and may change the result:\n  neftune_noise_alpha: 5\n" in done.output
-    )
+    assert done.exit_code == 0
+    assert "Not translated, and may change the result:\n  neftune_noise_alpha: 5\n" in done.output
     written = Path("config/config.yaml")
     assert "#   neftune_noise_alpha: 5\n" in written.read_text()
     run = load_config(written).runs["my-base"]

@@ -77,9 +77,8 @@ def test_slurms_queue_says_which_stages_wait_or_run(rundir: RunDir, monkeypatch:
 
 def test_a_command_on_this_machine_is_running(rundir: RunDir) -> None:
     write((OWN, "Reading.\n"))
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()", "shardmake", "data", "x"], stdin=subprocess.PIPE
-    ) as process:
+    command = [sys.executable, "-c", "input()", "shardmake", "data", "x"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         assert ("data", "x") in local_stages()
         assert stage_end(rundir, "data", {}, local_stages()) == stage_logs.StageEnd("running", "Reading.")
         process.communicate(b"\n")
@@ -91,7 +90,5 @@ def test_a_description_without_weights_is_a_fetch_that_has_not_begun(rundir: Run
     rundir.sources.touch()
     assert stage_end(rundir, "fetch", {}, ()) is None
     write(("logs/x/fetch.log", "Fetched.\n"), ("logs/x/fetch-weights.log", "Error: no network.\n"))
-    assert last_message(rundir, "fetch") == (
-        rundir.root.parent.parent / "logs/x/fetch-weights.log",
-        ["Error: no network."],
-    )
+    log = rundir.root.parent.parent / "logs/x/fetch-weights.log"
+    assert last_message(rundir, "fetch") == (log, ["Error: no network."])
