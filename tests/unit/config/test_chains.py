@@ -18,14 +18,8 @@ def parse(runs: Any, defaults: Any = None) -> Config:
 
 
 def test_a_chain_leads_back_to_the_first_base_model() -> None:
-    runs = parse(
-        {
-            "last": {"model": "run:second"},
-            "first": {"revision": "v1"},
-            "second": {"base": "first", "model": "run:first"},
-        },
-        RUN,
-    ).runs
+    second = {"base": "first", "model": "run:first"}
+    runs = parse({"last": {"model": "run:second"}, "first": {"revision": "v1"}, "second": second}, RUN).runs
     assert chain_of("last", runs) == ["first", "second", "last"] and chain_of("first", runs) == ["first"]
     start = with_first_model("last", runs)
     assert (start.model, start.revision) == ("org/base", "v1")
@@ -51,13 +45,8 @@ def test_the_chat_template_comes_from_the_run_before() -> None:
 
 
 def test_sweeps_at_both_ends_of_a_chain() -> None:
-    runs = parse(
-        {
-            "sft": {"sweep": {"seed": [1, 2]}},
-            "dpo": {"base": "sft", "sweep": {"model": ["run:sft-s1", "run:sft-s2"], "learning_rate": [1e-4, 1e-5]}},
-        },
-        RUN,
-    ).runs
+    sweep = {"model": ["run:sft-s1", "run:sft-s2"], "learning_rate": [1e-4, 1e-5]}
+    runs = parse({"sft": {"sweep": {"seed": [1, 2]}}, "dpo": {"base": "sft", "sweep": sweep}}, RUN).runs
     assert sorted(chain_of(name, runs)[0] for name in runs if name.startswith("dpo")) == ["sft-s1"] * 2 + ["sft-s2"] * 2
 
 

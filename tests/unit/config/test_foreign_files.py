@@ -121,9 +121,8 @@ def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: s
 def test_what_a_data_set_says_is_translated_or_listed() -> None:
     """Keys of one data set, and those of an objective that the run does not have."""
     pair = {"path": "org/x", "type": "chat_template.default", "field_messages": "turns", "split": "train[:9%]"}
-    run, _, left = run_of(
-        {**AXOLOTL, "rl": "dpo", "sample_packing": False, "datasets": [pair | {"roles": {"user": ["u"]}}]}
-    )
+    pairs = {"rl": "dpo", "sample_packing": False, "datasets": [pair | {"roles": {"user": ["u"]}}]}
+    run, _, left = run_of({**AXOLOTL, **pairs})
     assert run["data"]["train"] == [{"source": "org/x", "format": "preference", "columns": {"prompt": "turns"}}]
     assert {"datasets[0].split", "datasets[0].roles"} <= left
     assert "datasets[0].type" in run_of({**AXOLOTL, "datasets": [{"path": "x", "type": "alpaca:phi"}]})[2]

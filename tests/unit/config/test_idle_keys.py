@@ -55,9 +55,8 @@ NAMED |= {"non_finite", "service_nodes", "service", "deepspeed_config", "acceler
 
 def rendered(run: Run) -> str:
     plan = make_plan("zero2")
-    plan = plan.model_copy(
-        update={"workload": plan.workload.model_copy(update={"method": run.method, "objective": run.objective})}
-    )
+    workload = plan.workload.model_copy(update={"method": run.method, "objective": run.objective})
+    plan = plan.model_copy(update={"workload": workload})
     files = render_files(plan, run, make_cluster(), make_model(), Path("runs/chat/train/attempts/001"))
     return json.dumps([files.accelerate, files.deepspeed, files.training.as_json()], default=str)
 

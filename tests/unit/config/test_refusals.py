@@ -55,11 +55,8 @@ def test_it_is_refused(kind: str, number: int, tmp_path: Path) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         TABLE[kind][number][1] = expected = found
         options: dict[str, Any] = {
-            "default_flow_style": True,
-            "width": 10_000,
-            "allow_unicode": True,
-            "sort_keys": False,
-        }
+            "default_flow_style": True, "width": 10_000, "allow_unicode": True, "sort_keys": False,
+        }  # fmt: skip
         rows = {name: [f"- {yaml.safe_dump(row, **options)}" for row in TABLE[name]] for name in TABLE}
         FILE.write_text("".join(f"{name}:\n{''.join(lines)}" for name, lines in rows.items()))
     assert found == expected
