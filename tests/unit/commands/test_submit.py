@@ -26,16 +26,12 @@ def test_what_a_later_job_must_not_repeat_is_refused(words: str) -> None:
         _options(["--profile", "slurm", *words.split()])
 
 
-@pytest.mark.parametrize(
-    ("to", "targets", "cluster", "refused"),
-    [
-        ("hub:lab/chat", [], {}, True),
-        (["file:out", "s3://bucket/chat"], ["push"], {}, True),
-        ("hub:lab/chat", ["evaluate"], {}, False),
-        ("file:out", [], {}, False),
-        ("hub:lab/chat", [], {"internet_on_compute_nodes": True}, False),
-    ],
-)
+@pytest.mark.parametrize(("to", "targets", "cluster", "refused"), [
+    ("hub:lab/chat", [], {}, True),
+    (["file:out", "s3://bucket/chat"], ["push"], {}, True), ("hub:lab/chat", ["evaluate"], {}, False),
+    ("file:out", [], {}, False),
+    ("hub:lab/chat", [], {"internet_on_compute_nodes": True}, False),
+])  # fmt: skip
 def test_a_push_that_the_job_cannot_do_is_refused(
     to: Any, targets: list[str], cluster: dict[str, Any], refused: bool
 ) -> None:
