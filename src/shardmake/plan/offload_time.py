@@ -33,7 +33,7 @@ def _host_rate(hardware: Hardware, ranks: int) -> float:
 
 def offload_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds that offload adds to an optimizer step; 0 without it."""
-    if not scenario.spec.offload_optimizer:
+    if not (scenario.spec.offload_optimizer or scenario.spec.offload_param):
         return 0.0
     memory = _host_rate(hardware, scenario.ranks_per_node)
     link = min(hardware.accelerator.host_link * GB, memory)
@@ -80,14 +80,16 @@ def _deepspeed(scenario: Scenario) -> tuple[float, float, float]:
     they go there in fp32. The host clips them and converts the new weights to the compute type.
     """
     split, shards, passes = scenario.split, scenario.shards, scenario.accumulation
-    summed = passes if scenario.spec.zero_stage == 3 else passes - 1
-    copies = 0 if keeps_flat_gradients(scenario) else 2 * summed * scenario.gradient
-    pinned = split.trainable * (copies + 4 + scenario.compute) / shards
+    pinned, host = float(scenario.compute * split.trainable), 0.0
     if scenario.spec.offload_param:
         held = scenario.compute * (split.trainable + split.frozen) + split.quantized / 2
-        pinned += passes * gathers(scenario) * held / shards
-    clip, convert = 8, 4 + scenario.compute
-    return pinned, 0.0, clip + _ADAM_BYTES + convert
+        pinned += passes * gathers(scenario) * held
+    if scenario.spec.offload_optimizer:
+        summed = 0 if keeps_flat_gradients(scenario) else passes if scenario.spec.zero_stage == 3 else passes - 1
+        pinned += split.trainable * (2 * summed * scenario.gradient + 4)
+        clip, convert = 8, 4 + scenario.compute
+        host = clip + _ADAM_BYTES + convert
+    return pinned / shards, 0.0, host
 
 
 def _swaps(scenario: Scenario) -> float:

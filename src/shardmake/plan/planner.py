@@ -210,6 +210,6 @@ def buckets_of(settings: ResolvedRun, choice: Choice) -> Buckets:
     if not choice.is_deepspeed:
         return Buckets()
     section: dict[str, Any] = zero_optimization(choice, settings.model, settings.cluster, "")
-    if own := settings.user_files.deepspeed:
+    if own := settings.user_files.get("deepspeed"):
         section = overlay({"zero_optimization": section}, estimated_values(own))["zero_optimization"]
     return read_buckets(section, settings.model.hidden_size)

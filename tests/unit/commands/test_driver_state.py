@@ -9,6 +9,7 @@ from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.driver_script import refuse_while_driven
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow, new_driver_dir
 from shardmake.run.paths import RunDir
+from tests.programs import install_programs
 
 RUNNING = "12|RUNNING|c1|driver-0a1b"
 WAITING = "13|PENDING|(Dependency)|driver-0a1b"
@@ -20,35 +21,28 @@ REPEAT = "Fix the cause and run `shardmake submit` again."
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file with the queue; without it, Slurm does not answer."""
-    for name, line in {"squeue": f'cat {tmp_path}/queue && echo "$@" >> {tmp_path}/asked', "scancel": "echo"}.items():
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\n{line} "$@"\n' if name == "scancel" else f"#!/bin/sh\n{line}\n")
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    squeue = f'cat {tmp_path}/queue && echo "$@" >> {tmp_path}/asked'
+    install_programs(tmp_path, monkeypatch, {"squeue": squeue, "scancel": 'echo "$@"'})
     monkeypatch.chdir(tmp_path)
     return tmp_path / "queue"
 
 
 def submitted(runs: list[str], end: End | None = None, name: str = "driver-0a1b") -> DriverDir:
     folder = new_driver_dir(Path("runs"))
-    Workflow(name=name, user="ada", runs=runs, config="c.yaml", arguments=[], offline=True, lead_seconds=600).write(
-        folder.workflow
-    )
+    values = {"config": "c.yaml", "arguments": [], "offline": True, "lead_seconds": 600}
+    Workflow(name=name, user="ada", runs=runs, **values).write(folder.workflow)
     DriverState(jobs=["12"], end=end).write(folder.state)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("queue", "end", "text", "state"),
-    [
-        (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1.", "running"),
-        (f"{WAITING}\n", "continued", "job 13 is pending (Dependency).", "pending"),
-        ("", None, f"job 12 was killed or cancelled; {CONTINUE}", "killed"),
-        ("", "cancelled", f"job 12 was cancelled; {CONTINUE}", "cancelled"),
-        ("", "failed", f"job 12 ended, because a person is needed. {REPEAT}", "failed"),
-        (None, None, "Slurm does not say whether a driver job works on them.", "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("queue", "end", "text", "state"), [
+    (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1.", "running"),
+    (f"{WAITING}\n", "continued", "job 13 is pending (Dependency).", "pending"),
+    ("", None, f"job 12 was killed or cancelled; {CONTINUE}", "killed"),
+    ("", "cancelled", f"job 12 was cancelled; {CONTINUE}", "cancelled"),
+    ("", "failed", f"job 12 ended, because a person is needed. {REPEAT}", "failed"),
+    (None, None, "Slurm does not say whether a driver job works on them.", "unknown"),
+])  # fmt: skip
 def test_status_has_the_driver_job_of_a_run(
     slurm: Path, queue: str | None, end: End | None, text: str, state: str
 ) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.commands.submit import _check, _options, without_configuration
+from shardmake.commands.submit import _check, _options
+from shardmake.config.invocation import config_options
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import RUN
@@ -16,7 +17,7 @@ def test_the_job_gets_the_arguments_without_the_configuration() -> None:
         "train", "--profile", "slurm", "--configfile", "a.yaml", "b.yaml", "--config", "x=1", "runs={}",
         "--rerun-triggers", "mtime", "-k",
     ]  # fmt: skip
-    assert without_configuration(words) == ["train", "--profile", "slurm", "--rerun-triggers", "mtime", "-k"]
+    assert config_options(words)[1] == ["train", "--profile", "slurm", "--rerun-triggers", "mtime", "-k"]
 
 
 @pytest.mark.parametrize("words", ["-F", "-f", "-R train_run", "--unlock", "--touch", "-d elsewhere"])
@@ -25,16 +26,12 @@ def test_what_a_later_job_must_not_repeat_is_refused(words: str) -> None:
         _options(["--profile", "slurm", *words.split()])
 
 
-@pytest.mark.parametrize(
-    ("to", "targets", "cluster", "refused"),
-    [
-        ("hub:lab/chat", [], {}, True),
-        (["file:out", "s3://bucket/chat"], ["push"], {}, True),
-        ("hub:lab/chat", ["evaluate"], {}, False),
-        ("file:out", [], {}, False),
-        ("hub:lab/chat", [], {"internet_on_compute_nodes": True}, False),
-    ],
-)
+@pytest.mark.parametrize(("to", "targets", "cluster", "refused"), [
+    ("hub:lab/chat", [], {}, True),
+    (["file:out", "s3://bucket/chat"], ["push"], {}, True), ("hub:lab/chat", ["evaluate"], {}, False),
+    ("file:out", [], {}, False),
+    ("hub:lab/chat", [], {"internet_on_compute_nodes": True}, False),
+])  # fmt: skip
 def test_a_push_that_the_job_cannot_do_is_refused(
     to: Any, targets: list[str], cluster: dict[str, Any], refused: bool
 ) -> None:

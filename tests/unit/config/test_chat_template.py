@@ -17,15 +17,12 @@ MARKED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "is empty. Write"), (b" \n", "is empty. Write"), (b"\xff\xfe", "cannot read"),
-        (b"one\n{% for m in messages %}", "line 2, is not valid Jinja: Unexpected end of template"),
-        (b"{{ messages[0] ", "line 1, is not valid Jinja"),
-        (None, "runs.chat.data.chat_template: 'chat.jinja' is not a file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "says"), [
+    (b"", "is empty. Write"), (b" \n", "is empty. Write"), (b"\xff\xfe", "cannot read"),
+    (b"one\n{% for m in messages %}", "line 2, is not valid Jinja: Unexpected end of template"),
+    (b"{{ messages[0] ", "line 1, is not valid Jinja"),
+    (None, "runs.chat.data.chat_template: 'chat.jinja' is not a file"),
+])  # fmt: skip
 def test_a_template_that_cannot_be_used_is_refused_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, says: str
 ) -> None:

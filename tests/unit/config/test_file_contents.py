@@ -35,18 +35,14 @@ def test_a_run_without_own_files_has_the_same_keys() -> None:
     assert set(contents.values()) == {"null", "{}"}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "noticed"),
-    [
-        ("communication_data_type", "fp16", ["deepspeed_config.content"]),
-        ("gradient_clipping", 0.5, ["deepspeed_config.content"]),  # the plan decides it, and refuses another value
-        ("torch_autocast", {"enabled": True}, ["deepspeed_config.content"]),  # refused
-        ("zero_optimization", {"stage": 3, "reduce_bucket_size": 1000}, ["deepspeed_config.content"]),
-        ("zero_optimization", {"stage": 2, "reduce_bucket_size": 2000}, ["deepspeed_config.tuning"]),
-        ("wall_clock_breakdown", True, ["deepspeed_config.tuning"]),
-        ("torch_autocast", {"enabled": False}, []),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "noticed"), [
+    ("communication_data_type", "fp16", ["deepspeed_config.content"]),
+    ("gradient_clipping", 0.5, ["deepspeed_config.content"]),  # the plan decides it, and refuses another value
+    ("torch_autocast", {"enabled": True}, ["deepspeed_config.content"]),  # refused
+    ("zero_optimization", {"stage": 3, "reduce_bucket_size": 1000}, ["deepspeed_config.content"]),
+    ("zero_optimization", {"stage": 2, "reduce_bucket_size": 2000}, ["deepspeed_config.tuning"]),
+    ("wall_clock_breakdown", True, ["deepspeed_config.tuning"]), ("torch_autocast", {"enabled": False}, []),
+])  # fmt: skip
 def test_an_edit_of_a_deepspeed_file_is_noticed(own: dict[str, str], key: str, value: Any, noticed: list[str]) -> None:
     before = file_contents(make_run(**own))
     write(Path("ds.json"), json.dumps(DEEPSPEED | {key: value}, indent=1))

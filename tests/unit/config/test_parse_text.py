@@ -31,13 +31,11 @@ def test_each_unreadable_value_is_an_error_with_its_line(text: str) -> None:
     assert str(error.value.problem).startswith(problem)
 
 
-def test_aliases_and_merge_keys_are_read() -> None:
+def test_aliases_quoted_dates_and_whole_pairs_are_read() -> None:
     text = "base: &base {model: m, data: &data {train: t}}\nrun: {<<: *base, data: *data, model: n, seed: 1}\n"
     assert parse_yaml(text)["run"] == {"model": "n", "data": {"train": "t"}, "seed": 1}
-
-
-def test_quoted_dates_and_emoji_are_text() -> None:
     assert parse_yaml("day: '2026-01-31'\nname: \"\U0001f600\"\n") == {"day": "2026-01-31", "name": "\U0001f600"}
+    assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]') == ["\U0001f600", "\\ud800"]
 
 
 def test_texts_of_endless_depth_are_refused() -> None:
@@ -58,10 +56,6 @@ def test_a_number_of_too_many_digits_and_half_of_a_surrogate_pair_in_json_are_er
         with pytest.raises(json.JSONDecodeError) as error:
             parse_json('{\n"name": ' + value + "}")
         assert (error.value.lineno, error.value.msg) == (2, message)
-
-
-def test_whole_pairs_and_escaped_backslashes_in_json_are_text() -> None:
-    assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]') == ["\U0001f600", "\\ud800"]
 
 
 def test_a_byte_order_mark_is_an_error_of_json_alone() -> None:

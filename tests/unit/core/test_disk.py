@@ -88,22 +88,16 @@ def test_a_quota_below_the_free_space_is_the_limit(tmp_path: Path, monkeypatch: 
         check_save(tmp_path, 1)
 
 
-@pytest.mark.parametrize(
-    ("row", "left"),
-    [
-        ("/dev/sdb1 1000 2000 3000 0 5 0 0 0", [(2000 * 1024, NONE)]),
-        ("/dev/sdb1 1000 2000 0 0 5 0 0 0", [(1000 * 1024, NONE)]),
-        ("/dev/sdb1 3500* 2000 3000 1764300000 5 0 9 0", [(0, 4)]),
-        ("/dev/sdb1 1000 0 0 0 9* 8 0 1764300000", [(NONE, 0)]),
-        ("/dev/sdb1 1000 0 0 0 5 0 0 0", []),
-        ("/dev/sdc1 1000 2000 3000 0 5 0 0 0", []),
-        ("/dev/sdb1\n   1000 2000 3000 - 5 0 0 -", [(2000 * 1024, NONE)]),
-        ("/dev/sdb1 [1000]* 2000 [3000] - 5 0 0 -", [(2000 * 1024, NONE)]),
-        ("/dev/sdb1 - - - - 5 0 0 -", []),
-        ("/dev/sdb1 1000", []),
-        ("", []),
-    ],
-)
+@pytest.mark.parametrize(("row", "left"), [
+    ("/dev/sdb1 1000 2000 3000 0 5 0 0 0", [(2000 * 1024, NONE)]),
+    ("/dev/sdb1 1000 2000 0 0 5 0 0 0", [(1000 * 1024, NONE)]),
+    ("/dev/sdb1 3500* 2000 3000 1764300000 5 0 9 0", [(0, 4)]),
+    ("/dev/sdb1 1000 0 0 0 9* 8 0 1764300000", [(NONE, 0)]), ("/dev/sdb1 1000 0 0 0 5 0 0 0", []),
+    ("/dev/sdc1 1000 2000 3000 0 5 0 0 0", []),
+    ("/dev/sdb1\n   1000 2000 3000 - 5 0 0 -", [(2000 * 1024, NONE)]),
+    ("/dev/sdb1 [1000]* 2000 [3000] - 5 0 0 -", [(2000 * 1024, NONE)]), ("/dev/sdb1 - - - - 5 0 0 -", []),
+    ("/dev/sdb1 1000", []), ("", []),
+])  # fmt: skip
 def test_rows_of_quota(row: str, left: list[tuple[int, int]]) -> None:
     header = "Disk quotas for user ada (uid 1000):\n     Filesystem  blocks   quota   limit   grace   files\n"
     assert quota_left(header + row, "/dev/sdb1") == left

@@ -111,14 +111,11 @@ def ask(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
     process.close()
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ("crash", r"child_module failed with exit status 1:\n(.*\n)*RuntimeError: a bug"),
-        ("abort", r"child_module failed with exit status -6:"),
-        ("kill", r"child_module was killed, most likely because the memory was used up:"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "message"), [
+    ("crash", r"child_module failed with exit status 1:\n(.*\n)*RuntimeError: a bug"),
+    ("abort", r"child_module failed with exit status -6:"),
+    ("kill", r"child_module was killed, most likely because the memory was used up:"),
+])  # fmt: skip
 def test_a_request_that_fails_leaves_the_process_intact(request_: str, message: str, ask: Callable[..., Any]) -> None:
     before = ask("state")
     with pytest.raises(RuntimeError, match=message):

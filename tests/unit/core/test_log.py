@@ -25,10 +25,9 @@ def test_warnings_go_to_stderr_with_a_rank(capsys: pytest.CaptureFixture[str], r
     assert capsys.readouterr() == (f"{prefix}100 % of [data]\n", f"{prefix}WARNING: almost full\n")
 
 
-@pytest.mark.parametrize(
-    ("option", "level"),
-    [("--verbose", logging.DEBUG), ("-v", logging.DEBUG), ("--quiet", logging.WARNING), ("-q", logging.WARNING)],
-)
+@pytest.mark.parametrize(("option", "level"), [
+    ("--verbose", logging.DEBUG), ("-v", logging.DEBUG), ("--quiet", logging.WARNING), ("-q", logging.WARNING),
+])  # fmt: skip
 def test_options_of_the_command_line_set_the_level(option: str, level: int) -> None:
     """Also --quiet prints results."""
     assert "a100-80gb" in CliRunner().invoke(app, [option, "estimate", "--list-gpus"]).output

@@ -219,16 +219,13 @@ def test_no_form_of_a_secret_reaches_card_report_and_records(
     assert [str(path) for path, found in texts.items() if any(secret in found for secret in secrets)] == []
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"script_args": ["--hub_token", TOKEN]}, "runs.chat.script_args"),
-        ({"script_args": ["--lr", "1", "--db-password", "Plant-glpat"]}, "runs.chat.script_args"),
-        ({"script_args": ["--hub_token=Plant-glpat"]}, "runs.chat.script_args"),
-        ({"model": f"lab/{TOKEN}"}, "runs.chat.model"),
-        ({"notify": {"command": "curl -H 'Authorization: glpat-" + "a1-B" * 5 + "'"}}, "runs.chat.notify.command"),
-    ],
-)
+@pytest.mark.parametrize(("values", "key"), [
+    ({"script_args": ["--hub_token", TOKEN]}, "runs.chat.script_args"),
+    ({"script_args": ["--lr", "1", "--db-password", "Plant-glpat"]}, "runs.chat.script_args"),
+    ({"script_args": ["--hub_token=Plant-glpat"]}, "runs.chat.script_args"),
+    ({"model": f"lab/{TOKEN}"}, "runs.chat.model"),
+    ({"notify": {"command": "curl -H 'Authorization: glpat-" + "a1-B" * 5 + "'"}}, "runs.chat.notify.command"),
+])  # fmt: skip
 def test_a_token_in_the_configuration_is_refused_without_printing_it(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: this looks like a token or key.* export it in") as error:
         parse_config({"cluster": "c.yaml", "runs": {"chat": values}}, "config.yaml")
@@ -319,17 +316,13 @@ def test_user_and_password_are_removed_from_urls() -> None:
     assert [*map(public_url, urls)] == ["sftp://host/x", "s3://bucket/x", "s3://bucket/a@b", "hub:lab/x"]
 
 
-@pytest.mark.parametrize(
-    ("text", "masked"),
-    [
-        ('["--hub_token", "abc"]', '["--hub_token", "[removed]"]'),
-        ('["--hub_token=abc", "--lr=1"]', '["--hub_token=[removed]", "--lr=1"]'),
-        ('["export WANDB_API_KEY=abc; x", "module load y"]', '["export WANDB_API_KEY=[removed]; x", "module load y"]'),
-        ('{"comment": "a", "db-password": "b"}', '{"comment": "a", "db-password": "[removed]"}'),
-        (f"s3://ada:{PASSWORD}@bucket/x", "s3://[removed]@bucket/x"),
-        (f"echo {TOKEN}", "echo [removed]"),
-    ],
-)
+@pytest.mark.parametrize(("text", "masked"), [
+    ('["--hub_token", "abc"]', '["--hub_token", "[removed]"]'),
+    ('["--hub_token=abc", "--lr=1"]', '["--hub_token=[removed]", "--lr=1"]'),
+    ('["export WANDB_API_KEY=abc; x", "module load y"]', '["export WANDB_API_KEY=[removed]; x", "module load y"]'),
+    ('{"comment": "a", "db-password": "b"}', '{"comment": "a", "db-password": "[removed]"}'),
+    (f"s3://ada:{PASSWORD}@bucket/x", "s3://[removed]@bucket/x"), (f"echo {TOKEN}", "echo [removed]"),
+])  # fmt: skip
 def test_a_setting_is_masked_and_a_changed_secret_is_noticed(text: str, masked: str) -> None:
     found, _, digest = mask(text).rpartition(" #")
     assert found == masked and len(digest) == 8

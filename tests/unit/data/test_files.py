@@ -231,19 +231,15 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
 TEXTS = pyarrow.array(["t"]), pyarrow.array(["t"], pyarrow.large_string()), pyarrow.array(["t"]).dictionary_encode()
 
 
-@pytest.mark.parametrize(
-    ("tables", "rows"),
-    [
-        ([{"text": ["t"], "tools": pyarrow.array([None])}, {"text": ["t"], "tools": [["clock"]]}],
-         [{"text": "t"}, {"text": "t", "tools": ["clock"]}]),
-        ([{"chat": [[{"role": "user"}]]}, {"chat": [[{"role": "user", "name": "x"}]]}],
-         [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]),
-        ([{"text": text, "id": pyarrow.array([1], kind)} for text, kind in zip(TEXTS, ("int8", "int64", "int32"),
-                                                                               strict=True)],
-         [{"text": "t", "id": 1}] * 3),
-    ],
-    ids=["a column without values", "keys of another file", "types with the same values"],
-)  # fmt: skip
+@pytest.mark.parametrize(("tables", "rows"), [
+    ([{"text": ["t"], "tools": pyarrow.array([None])}, {"text": ["t"], "tools": [["clock"]]}],
+     [{"text": "t"}, {"text": "t", "tools": ["clock"]}]),
+    ([{"chat": [[{"role": "user"}]]}, {"chat": [[{"role": "user", "name": "x"}]]}],
+     [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]),
+    ([{"text": text, "id": pyarrow.array([1], kind)} for text, kind in zip(TEXTS, ("int8", "int64", "int32"),
+                                                                           strict=True)],
+     [{"text": "t", "id": 1}] * 3),
+], ids=["a column without values", "keys of another file", "types with the same values"])  # fmt: skip
 def test_types_of_other_files_do_not_matter(tmp_path: Path, tables: list[Any], rows: list[Any]) -> None:
     for number, table in enumerate(tables):
         pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / f"{number}.parquet")
@@ -255,11 +251,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest
     wording(refusal("data/train.jsonl"))
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["dataset_info.json", ".hidden.jsonl", "README.md", ".cache/a.jsonl"], ["a.jsonl", "b.parquet"]],
-    ids=["no data", "two kinds"],
-)
+@pytest.mark.parametrize("names", [
+    ["dataset_info.json", ".hidden.jsonl", "README.md", ".cache/a.jsonl"], ["a.jsonl", "b.parquet"],
+], ids=["no data", "two kinds"])  # fmt: skip
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, names: list[str], wording: Wording) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -267,10 +261,9 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, names: list[str
     wording(refusal(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "splits"),
-    [("org/name", sources.TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", sources.TRAIN_SPLITS)],
-)
+@pytest.mark.parametrize(("name", "splits"), [
+    ("org/name", sources.TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", sources.TRAIN_SPLITS),
+])  # fmt: skip
 def test_other_names_are_hub_data_sets(tmp_path: Path, name: str, splits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = Data(train=name, subset="main", revision="v1")
@@ -287,19 +280,14 @@ def test_identity_follows_the_content(tmp_path: Path) -> None:
     assert identity((path,)) == before
 
 
-@pytest.mark.parametrize(
-    ("names", "trained", "evaluated"),
-    [
-        (["a", "b"], ["a", "b"], ["a", "b"]),
-        (["train", "test"], ["train"], ["test"]),
-        (["train", "validation", "test"], ["train"], ["validation"]),
-        (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
-        (["train/x", "test/x"], ["train/x"], ["test/x"]),
-        (["train", "extra"], ["train"], "has no split validation or test"),
-        (["test"], ["test"], ["test"]),
-        (["a", "my_eval"], "has no split train", ["my_eval"]),
-    ],
-)
+@pytest.mark.parametrize(("names", "trained", "evaluated"), [
+    (["a", "b"], ["a", "b"], ["a", "b"]), (["train", "test"], ["train"], ["test"]),
+    (["train", "validation", "test"], ["train"], ["validation"]),
+    (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
+    (["train/x", "test/x"], ["train/x"], ["test/x"]),
+    (["train", "extra"], ["train"], "has no split validation or test"), (["test"], ["test"], ["test"]),
+    (["a", "my_eval"], "has no split train", ["my_eval"]),
+])  # fmt: skip
 def test_a_folder_follows_the_rules_of_the_hub(tmp_path: Path, names: list[str], trained: Any, evaluated: Any) -> None:
     """The split of a file is that of its name; a folder with files of one split alone is that split."""
     (tmp_path / "train.log").write_text("not data")

@@ -66,16 +66,10 @@ class Influenced(torch.nn.Module):
         return CausalLMOutput(logits=torch.ones(*input_ids.shape, 4) + self.influence * first)
 
 
-@pytest.mark.parametrize(
-    ("influence", "dtype", "passes"),
-    [
-        (1e-6, torch.float32, True),
-        (0.01, torch.float32, False),
-        (0.01, torch.bfloat16, True),
-        (0.1, torch.bfloat16, False),
-        (0.01, torch.float16, False),
-    ],
-)
+@pytest.mark.parametrize(("influence", "dtype", "passes"), [
+    (1e-6, torch.float32, True), (0.01, torch.float32, False), (0.01, torch.bfloat16, True),
+    (0.1, torch.bfloat16, False), (0.01, torch.float16, False),
+])  # fmt: skip
 def test_experts_may_round_otherwise_in_16_bits(influence: float, dtype: torch.dtype, passes: bool) -> None:
     with nullcontext() if passes else pytest.raises(ShardmakeError, match="mixes packed examples"):
         check_isolation(Influenced(influence), Collator(256, 0, packing=True, flat=False), CPU, dtype)
@@ -133,18 +127,15 @@ def test_splitting_loses_no_token_and_leaves_none_alone(ids: list[int], length: 
     assert all(len(piece) <= length and mask == [False] + [True] * (len(piece) - 1) for (piece, mask), _ in pieces)
 
 
-@pytest.mark.parametrize(
-    ("length", "answers", "cuts", "expected"),
-    [
-        (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")),
-        (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
-        (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"),
-        (2, ([3], [4]), True, "dropped_loss_truncated"),
-        (9, ([3], [3]), True, "dropped_without_loss"),
-        (3, ([3, 4], [5]), False, "dropped_too_long"),
-        (4, ([3, 4], [5]), False, ([3, 4], [5], "whole")),
-    ],
-)
+@pytest.mark.parametrize(("length", "answers", "cuts", "expected"), [
+    (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")),
+    (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
+    (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"),
+    (2, ([3], [4]), True, "dropped_loss_truncated"),
+    (9, ([3], [3]), True, "dropped_without_loss"),
+    (3, ([3, 4], [5]), False, "dropped_too_long"),
+    (4, ([3, 4], [5]), False, ([3, 4], [5], "whole")),
+])  # fmt: skip
 def test_both_answers_are_cut_or_dropped(length: int, answers: Any, cuts: bool, expected: Any) -> None:
     pair = [([1, 2, *answer], [False, False] + [True] * len(answer)) for answer in answers]
     found, outcome = fit_pair(pair, length, cuts=cuts)

@@ -252,13 +252,10 @@ def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("split", "line", "message"),
-    [
-        ("eval", "{", r"t\.jsonl, line 151 is not valid JSON: "),
-        ("train", '{"messages": [{"role": "user", "content": 7}]}', r"line 151: messages\[0\]\.content is int\. "),
-    ],
-)
+@pytest.mark.parametrize(("split", "line", "message"), [
+    ("eval", "{", r"t\.jsonl, line 151 is not valid JSON: "),
+    ("train", '{"messages": [{"role": "user", "content": 7}]}', r"line 151: messages\[0\]\.content is int\. "),
+])  # fmt: skip
 def test_every_example_of_text_is_checked_without_a_model(tmp_path: Path, split: str, line: str, message: str) -> None:
     path, other = tmp_path / "t.jsonl", write_rows(tmp_path / "o.jsonl", conversations(3))
     run = make_run(tmp_path / "nowhere", {"train": other, "eval": other, split: write_rows(path, conversations(150))})

@@ -61,15 +61,12 @@ def test_options_without_a_cluster_file_are_checked(words: list[str], status: in
     assert ("lab-nlp" in words) == (accounts[0]["verdict"] == "ok")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (Options(cluster=Path("named.yaml"), config=[Path("config.yaml")]), "--cluster and --config both name"),
-        (Options(cluster=Path("named.yaml"), gpu_type="h100"), "--gpu-type: the cluster file has"),
-        (Options(config=[Path("config.yaml")], qos="long"), "--qos: the cluster file has"),
-        (Options(cluster=Path("missing.yaml")), "'missing.yaml' does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    (Options(cluster=Path("named.yaml"), config=[Path("config.yaml")]), "--cluster and --config both name"),
+    (Options(cluster=Path("named.yaml"), gpu_type="h100"), "--gpu-type: the cluster file has"),
+    (Options(config=[Path("config.yaml")], qos="long"), "--qos: the cluster file has"),
+    (Options(cluster=Path("missing.yaml")), "'missing.yaml' does not exist"),
+])  # fmt: skip
 def test_options_that_contradict_each_other(options: Options, words: str) -> None:
     with pytest.raises(ShardmakeError) as error:
         named_cluster(options)

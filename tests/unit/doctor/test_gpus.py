@@ -24,22 +24,19 @@ def test_healthy_gpus_are_ok() -> None:
     assert rows["slowdown"].found == "nothing on 2 GPUs", "a software limit by heat is normal under load"
 
 
-@pytest.mark.parametrize(
-    ("gpu", "check", "verdict", "words"),
-    [
-        ({"mode": "Prohibited"}, "compute mode", STOPS, "GPU 1: no program"),
-        ({"mode": "Exclusive_Process"}, "exclusive mode", WARNING, "one process at a time"),
-        ({"mig": "Enabled"}, "MIG", STOPS, "enabled"),
-        ({"persistence": "Disabled"}, "persistence mode", WARNING, "start slowly"),
-        ({"errors": "2"}, "memory errors", STOPS, "uncorrected ECC errors"),
-        ({"failure": "Yes"}, "row remapping", STOPS, "must be replaced"),
-        ({"pending": "Yes"}, "pending remapping", WARNING, "reset"),
-        ({"slowdown": "Active"}, "slowdown", WARNING, "by the hardware"),
-        ({"width": "8x"}, "PCIe width", WARNING, "fewer lanes"),
-        ({"fabric": "In Progress", "status": "N/A"}, "fabric manager", STOPS, "In Progress"),
-        ({"fabric": "Completed", "status": "Insufficient Resources"}, "fabric manager", STOPS, "Insufficient"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "check", "verdict", "words"), [
+    ({"mode": "Prohibited"}, "compute mode", STOPS, "GPU 1: no program"),
+    ({"mode": "Exclusive_Process"}, "exclusive mode", WARNING, "one process at a time"),
+    ({"mig": "Enabled"}, "MIG", STOPS, "enabled"),
+    ({"persistence": "Disabled"}, "persistence mode", WARNING, "start slowly"),
+    ({"errors": "2"}, "memory errors", STOPS, "uncorrected ECC errors"),
+    ({"failure": "Yes"}, "row remapping", STOPS, "must be replaced"),
+    ({"pending": "Yes"}, "pending remapping", WARNING, "reset"),
+    ({"slowdown": "Active"}, "slowdown", WARNING, "by the hardware"),
+    ({"width": "8x"}, "PCIe width", WARNING, "fewer lanes"),
+    ({"fabric": "In Progress", "status": "N/A"}, "fabric manager", STOPS, "In Progress"),
+    ({"fabric": "Completed", "status": "Insufficient Resources"}, "fabric manager", STOPS, "Insufficient"),
+])  # fmt: skip
 def test_a_defect_of_one_gpu_is_named(gpu: dict[str, str], check: str, verdict: Verdict, words: str) -> None:
     row = found({}, gpu)[check]
     assert row.verdict is verdict and words in row.found and row.advice

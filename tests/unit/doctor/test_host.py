@@ -19,24 +19,20 @@ from tests.unit.plans import make_cluster
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
 
 
-@pytest.mark.parametrize(
-    ("adapters", "limit", "verdict"),
-    [([], 65536, OK), (["mlx5_0"], resource.RLIM_INFINITY, OK), (["mlx5_0", "mlx5_1"], 65536 << 10, STOPS)],
-)
+@pytest.mark.parametrize(("adapters", "limit", "verdict"), [
+    ([], 65536, OK), (["mlx5_0"], resource.RLIM_INFINITY, OK), (["mlx5_0", "mlx5_1"], 65536 << 10, STOPS),
+])  # fmt: skip
 def test_locked_memory_matters_with_infiniband(adapters: list[str], limit: int, verdict: Verdict) -> None:
     found = host.check_memlock(adapters, limit)
     assert found.verdict is verdict
     assert verdict is OK or ("64 MiB with mlx5_0, mlx5_1" in found.found and "LimitMEMLOCK" in found.advice)
 
 
-@pytest.mark.parametrize(
-    ("check", "value", "verdict"),
-    [
-        (host.check_shared_memory, 64 << 20, WARNING), (host.check_shared_memory, GIB, OK),
-        (host.check_shared_memory, 500 * GIB, OK), (host.check_open_files, 256, WARNING),
-        (host.check_open_files, 1024, OK), (host.check_open_files, resource.RLIM_INFINITY, OK),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("check", "value", "verdict"), [
+    (host.check_shared_memory, 64 << 20, WARNING), (host.check_shared_memory, GIB, OK),
+    (host.check_shared_memory, 500 * GIB, OK), (host.check_open_files, 256, WARNING),
+    (host.check_open_files, 1024, OK), (host.check_open_files, resource.RLIM_INFINITY, OK),
+])  # fmt: skip
 def test_limits(check: Callable[[int], Finding], value: int, verdict: Verdict) -> None:
     assert check(value).verdict is verdict
 
@@ -101,14 +97,11 @@ class Up:
     isup = True
 
 
-@pytest.mark.parametrize(
-    ("configured", "chosen", "up", "verdict"),
-    [
-        (None, "eth0", ["lo", "eth0"], OK), (None, "eth0", ["lo", "eth0", "ib0"], WARNING),
-        (None, "eth0", ["eth0", "hsn0"], WARNING), ("eth0", "eth0", ["eth0", "ib0"], OK),
-        (None, "ib0", ["ib0", "ib1"], OK),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("configured", "chosen", "up", "verdict"), [
+    (None, "eth0", ["lo", "eth0"], OK), (None, "eth0", ["lo", "eth0", "ib0"], WARNING),
+    (None, "eth0", ["eth0", "hsn0"], WARNING), ("eth0", "eth0", ["eth0", "ib0"], OK),
+    (None, "ib0", ["ib0", "ib1"], OK),
+])  # fmt: skip
 def test_a_faster_interface_that_is_not_used(
     monkeypatch: pytest.MonkeyPatch, configured: str | None, chosen: str, up: list[str], verdict: Verdict
 ) -> None:

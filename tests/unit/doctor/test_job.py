@@ -88,16 +88,12 @@ def test_an_interrupt_cancels_the_job_by_its_name(tmp_path: Path, monkeypatch: p
     assert "--user=" in calls.read_text()
 
 
-@pytest.mark.parametrize(
-    ("squeue", "state"),
-    [
-        ("echo '7|RUNNING|c1|doctor-shardmake'", JobState.RUNNING),
-        ("echo '7|COMPLETED|c1|doctor-shardmake'", JobState.ENDED),
-        ("exit 0", JobState.ENDED),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED),
-        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", JobState.UNKNOWN),
-    ],
-)
+@pytest.mark.parametrize(("squeue", "state"), [
+    ("echo '7|RUNNING|c1|doctor-shardmake'", JobState.RUNNING),
+    ("echo '7|COMPLETED|c1|doctor-shardmake'", JobState.ENDED), ("exit 0", JobState.ENDED),
+    ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED),
+    ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", JobState.UNKNOWN),
+])  # fmt: skip
 def test_the_state_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, state: JobState) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"squeue": squeue})
     assert job.query_job("7").state is state

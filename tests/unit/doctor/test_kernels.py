@@ -20,50 +20,41 @@ OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Ve
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
 
-@pytest.mark.parametrize(
-    ("name", "memory", "accelerator"),
-    [
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
-        ("NVIDIA H100 NVL", 93.1, "h100-nvl"), ("NVIDIA H200", 139.8, "h200"), ("NVIDIA GH200 480GB", 94.5, "gh200"),
-        ("NVIDIA B200", 178.3, "b200"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", 79.1, "a100-80gb"), ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", 79.1, "a100-80gb"), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, None),
-        ("Tesla V100-SXM2-16GB", 15.8, "v100-16gb"), ("Tesla V100S-PCIE-32GB", 31.7, "v100-32gb"),
-        ("Tesla T4", 14.6, "t4"), ("NVIDIA A10G", 22.0, "a10"), ("NVIDIA L4", 22.0, "l4"), ("NVIDIA L40", 44.4, "l40"),
-        ("NVIDIA L40S", 44.4, "l40s"), ("NVIDIA RTX A6000", 47.5, "rtx-a6000"),
-        ("NVIDIA RTX 6000 Ada Generation", 47.4, "rtx6000-ada"), ("NVIDIA GeForce RTX 3090", 23.6, "rtx3090"),
-        ("NVIDIA GeForce RTX 4090", 23.5, "rtx4090"), ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"),
-        ("NVIDIA GeForce RTX 2080 Ti", 10.7, "rtx2080ti"), ("NVIDIA GeForce RTX 3060", 11.6, None),
-        ("AMD Instinct MI300X", 191.0, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "memory", "accelerator"), [
+    ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
+    ("NVIDIA H100 NVL", 93.1, "h100-nvl"), ("NVIDIA H200", 139.8, "h200"), ("NVIDIA GH200 480GB", 94.5, "gh200"),
+    ("NVIDIA B200", 178.3, "b200"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
+    ("NVIDIA A100-SXM4-80GB", 79.1, "a100-80gb"), ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40gb"),
+    ("NVIDIA A100 80GB PCIe", 79.1, "a100-80gb"), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, None),
+    ("Tesla V100-SXM2-16GB", 15.8, "v100-16gb"), ("Tesla V100S-PCIE-32GB", 31.7, "v100-32gb"),
+    ("Tesla T4", 14.6, "t4"), ("NVIDIA A10G", 22.0, "a10"), ("NVIDIA L4", 22.0, "l4"), ("NVIDIA L40", 44.4, "l40"),
+    ("NVIDIA L40S", 44.4, "l40s"), ("NVIDIA RTX A6000", 47.5, "rtx-a6000"),
+    ("NVIDIA RTX 6000 Ada Generation", 47.4, "rtx6000-ada"), ("NVIDIA GeForce RTX 3090", 23.6, "rtx3090"),
+    ("NVIDIA GeForce RTX 4090", 23.5, "rtx4090"), ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"),
+    ("NVIDIA GeForce RTX 2080 Ti", 10.7, "rtx2080ti"), ("NVIDIA GeForce RTX 3060", 11.6, None),
+    ("AMD Instinct MI300X", 191.0, None),
+])  # fmt: skip
 def test_the_drivers_name_becomes_the_catalogues(name: str, memory: float, accelerator: str | None) -> None:
     assert accelerator_of(name, memory) == accelerator
 
 
-@pytest.mark.parametrize(
-    ("capability", "built", "verdict"),
-    [
-        ((9, 0), CU130, OK), ((8, 9), CU130, OK), ((7, 0), CU130, STOPS), ((12, 0), ["sm_80", "sm_90"], STOPS),
-        ((12, 0), ["sm_80", "sm_90", "compute_90"], OK), ((9, 0), ["sm_80", "sm_90a"], OK), ((7, 0), [], STOPS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("capability", "built", "verdict"), [
+    ((9, 0), CU130, OK), ((8, 9), CU130, OK), ((7, 0), CU130, STOPS), ((12, 0), ["sm_80", "sm_90"], STOPS),
+    ((12, 0), ["sm_80", "sm_90", "compute_90"], OK), ((9, 0), ["sm_80", "sm_90a"], OK), ((7, 0), [], STOPS),
+])  # fmt: skip
 def test_code_for_an_architecture(capability: tuple[int, int], built: list[str], verdict: Verdict) -> None:
     found = kernels.judge_architecture({capability}, built)
     assert found.verdict is verdict
     assert verdict is OK or f"sm_{capability[0]}{capability[1]}" in found.found
 
 
-@pytest.mark.parametrize(
-    ("judge", "rate", "accelerator", "verdict"),
-    [
-        (kernels.judge_matmul, 700, "h100", OK), (kernels.judge_matmul, 400, "h100", WARNING),
-        (kernels.judge_matmul, 250, "a100-80gb", OK), (kernels.judge_matmul, 90, "v100-16gb", OK),
-        (kernels.judge_matmul, 100, None, NOT_CHECKED), (kernels.judge_copy, 52.0, "h100", OK),
-        (kernels.judge_copy, 12.0, "h100", WARNING), (kernels.judge_copy, 22.0, "a100-80gb", OK),
-        (kernels.judge_copy, 20.0, None, NOT_CHECKED),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("judge", "rate", "accelerator", "verdict"), [
+    (kernels.judge_matmul, 700, "h100", OK), (kernels.judge_matmul, 400, "h100", WARNING),
+    (kernels.judge_matmul, 250, "a100-80gb", OK), (kernels.judge_matmul, 90, "v100-16gb", OK),
+    (kernels.judge_matmul, 100, None, NOT_CHECKED), (kernels.judge_copy, 52.0, "h100", OK),
+    (kernels.judge_copy, 12.0, "h100", WARNING), (kernels.judge_copy, 22.0, "a100-80gb", OK),
+    (kernels.judge_copy, 20.0, None, NOT_CHECKED),
+])  # fmt: skip
 def test_a_matrix_product_and_a_copy_against_the_peak_and_the_link(
     judge: Callable[[float, str | None], Finding], rate: float, accelerator: str | None, verdict: Verdict
 ) -> None:
@@ -144,18 +135,15 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> ke
     return kernels.RunningCheck("CPU Adam", tmp_path / "request.json", tmp_path, tmp_path, {})
 
 
-@pytest.mark.parametrize(
-    ("program", "found", "advice"),
-    [
-        (
-            "echo Traceback; echo \"RuntimeError: Error building extension 'cpu_adam'\"; exit 1",
-            "Error building extension 'cpu_adam'", "compiler with C++20",
-        ),
-        ("echo 'RuntimeError: CUDA error: no kernel image is available for execution'; exit 1", "no kernel", "supports it"),
-        ("echo 'Illegal instruction'; exit 132", "Illegal instruction", "cpu-adam.log has the whole output"),
-        ("exit 3", "exit status 3", "cpu-adam.log"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("program", "found", "advice"), [
+    (
+        "echo Traceback; echo \"RuntimeError: Error building extension 'cpu_adam'\"; exit 1",
+        "Error building extension 'cpu_adam'", "compiler with C++20",
+    ),
+    ("echo 'RuntimeError: CUDA error: no kernel image is available for execution'; exit 1", "no kernel", "supports it"),
+    ("echo 'Illegal instruction'; exit 132", "Illegal instruction", "cpu-adam.log has the whole output"),
+    ("exit 3", "exit status 3", "cpu-adam.log"),
+])  # fmt: skip
 def test_a_check_that_crashes_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, found: str, advice: str
 ) -> None:

@@ -44,22 +44,19 @@ def test_a_cluster_that_answers_has_nothing_that_stops(tmp_path: Path, monkeypat
     assert "partition cpu (default)" in by_name
 
 
-@pytest.mark.parametrize(
-    ("programs", "check", "verdict", "words"),
-    [
-        ({"scontrol": "echo 'slurm_ping: error: Unable to contact slurm controller' >&2; exit 1"}, "Slurm", STOPS, "Unable to contact"),
-        ({"sacct": NO_DATABASE}, "sacct", WARNING, "accounting storage is disabled"),
-        ({"sacctmgr": CLOSED}, "accounts", NOT_CHECKED, "permission denied"),
-        (slurm_programs(config=NO_ACCOUNTING), "accounts", OK, "neither an account nor a qos"),
-        (slurm_programs(associations=""), "accounts", STOPS, "no account of yours"),
-        (slurm_programs(config="", associations=""), "accounts", NOT_CHECKED, "no account of yours"),
-        (slurm_programs(associations="lab-nlp|normal\n"), "accounts", OK, "you may use lab-nlp"),
-        ({}, "accounts", WARNING, "you may use lab-nlp, lab-vision"),
-        ({"sinfo": "echo 'slurm_load_partitions: Connection refused' >&2; exit 1"}, "partitions", STOPS, "Connection refused"),
-        (slurm_programs(states="gpu|drain|0/0/24/24\n"), "partition gpu", WARNING, "its state is drain"),
-        (slurm_programs(states=""), "partition gpu", OK, "16 nodes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("programs", "check", "verdict", "words"), [
+    ({"scontrol": "echo 'slurm_ping: error: Unable to contact slurm controller' >&2; exit 1"}, "Slurm", STOPS, "Unable to contact"),
+    ({"sacct": NO_DATABASE}, "sacct", WARNING, "accounting storage is disabled"),
+    ({"sacctmgr": CLOSED}, "accounts", NOT_CHECKED, "permission denied"),
+    (slurm_programs(config=NO_ACCOUNTING), "accounts", OK, "neither an account nor a qos"),
+    (slurm_programs(associations=""), "accounts", STOPS, "no account of yours"),
+    (slurm_programs(config="", associations=""), "accounts", NOT_CHECKED, "no account of yours"),
+    (slurm_programs(associations="lab-nlp|normal\n"), "accounts", OK, "you may use lab-nlp"),
+    ({}, "accounts", WARNING, "you may use lab-nlp, lab-vision"),
+    ({"sinfo": "echo 'slurm_load_partitions: Connection refused' >&2; exit 1"}, "partitions", STOPS, "Connection refused"),
+    (slurm_programs(states="gpu|drain|0/0/24/24\n"), "partition gpu", WARNING, "its state is drain"),
+    (slurm_programs(states=""), "partition gpu", OK, "16 nodes"),
+])  # fmt: skip
 def test_answers_of_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], check: str, verdict: Verdict, words: str
 ) -> None:
@@ -80,14 +77,11 @@ def test_a_local_executor_needs_no_slurm(tmp_path: Path) -> None:
     assert {"Slurm", "sacct"} & set(login.login_checks(make_cluster(), Slurm(), tmp_path)) == set()
 
 
-@pytest.mark.parametrize(
-    ("slurm", "check", "words"),
-    [
-        ({"account": "lab-npl"}, "accounts", "Did you mean 'lab-nlp'?"),
-        ({"account": "lab-nlp", "qos": "lang"}, "qos", "Did you mean 'long'?"),
-        ({"partition": "gpus"}, "partitions", "Did you mean 'gpu'?"),
-    ],
-)
+@pytest.mark.parametrize(("slurm", "check", "words"), [
+    ({"account": "lab-npl"}, "accounts", "Did you mean 'lab-nlp'?"),
+    ({"account": "lab-nlp", "qos": "lang"}, "qos", "Did you mean 'long'?"),
+    ({"partition": "gpus"}, "partitions", "Did you mean 'gpu'?"),
+])  # fmt: skip
 def test_names_in_the_cluster_file_that_slurm_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: dict[str, str], check: str, words: str
 ) -> None:
@@ -148,13 +142,10 @@ H100 = [GpuStatus("0", "GPU-0", 0, 0, 580, 9.0)]
 OLD = [GpuStatus("0", "GPU-0", 0, 0, 550, 8.0)]
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "cuda", "gpus", "verdict"),
-    [
-        ("h100", None, None, STOPS), ("cpu", None, None, OK), ("cpu", None, H100, STOPS),
-        ("h100", "13.0", None, NOT_CHECKED), ("h100", "13.0", H100, OK), ("a100-80gb", "13.0", OLD, STOPS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("accelerator", "cuda", "gpus", "verdict"), [
+    ("h100", None, None, STOPS), ("cpu", None, None, OK), ("cpu", None, H100, STOPS),
+    ("h100", "13.0", None, NOT_CHECKED), ("h100", "13.0", H100, OK), ("a100-80gb", "13.0", OLD, STOPS),
+])  # fmt: skip
 def test_the_build_of_torch_against_file_and_driver(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, cuda: str | None, gpus: list[GpuStatus] | None, verdict: Verdict
 ) -> None:

@@ -21,21 +21,17 @@ node7:100:120 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/Socket
 NVLINK_SHARP = "node7:1:2 [0] NCCL INFO 16 coll channels, 16 collnet channels, 16 nvls channels, 16 p2p channels\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "transports"),
-    [(INFINIBAND, ["GDRDMA", "NET/IB", "P2P"]), (SOCKETS, ["NET/Socket", "SHM"]), (NVLINK_SHARP, ["NVLS"]), ("", [])],
-)
+@pytest.mark.parametrize(("text", "transports"), [
+    (INFINIBAND, ["GDRDMA", "NET/IB", "P2P"]), (SOCKETS, ["NET/Socket", "SHM"]), (NVLINK_SHARP, ["NVLS"]), ("", []),
+])  # fmt: skip
 def test_transports_in_nccls_log(text: str, transports: list[str]) -> None:
     assert parse_transports(text) == transports
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "intra", "transports", "verdict"),
-    [
-        ("h100", 360.0, ["NVLS", "P2P"], OK), ("h100", 40.0, ["SHM"], WARNING), ("a100-80gb", 230.0, ["P2P"], OK),
-        ("a100-80gb", 20.0, ["P2P"], WARNING), ("cpu", 0.5, [], OK), ("cpu", None, [], NOT_CHECKED),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("accelerator", "intra", "transports", "verdict"), [
+    ("h100", 360.0, ["NVLS", "P2P"], OK), ("h100", 40.0, ["SHM"], WARNING), ("a100-80gb", 230.0, ["P2P"], OK),
+    ("a100-80gb", 20.0, ["P2P"], WARNING), ("cpu", 0.5, [], OK), ("cpu", None, [], NOT_CHECKED),
+])  # fmt: skip
 def test_bandwidth_within_a_node(
     accelerator: str, intra: float | None, transports: list[str], verdict: Verdict
 ) -> None:

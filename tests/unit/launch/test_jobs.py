@@ -23,11 +23,10 @@ from tests.unit.plans import make_cluster, make_plan, make_run
 from tests.users import ATTACKER
 
 
-@pytest.mark.parametrize(
-    ("saves", "limit", "lead"),
-    [([], "24:00:00", 120), ([3.0], "24:00:00", 120), ([100.0, 40.0], "24:00:00", 260), ([900.0], "01:00:00", 900),
-     ([], "00:02:00", 30), ([10.0], "00:00:30", 15)],
-)  # fmt: skip
+@pytest.mark.parametrize(("saves", "limit", "lead"), [
+    ([], "24:00:00", 120), ([3.0], "24:00:00", 120), ([100.0, 40.0], "24:00:00", 260), ([900.0], "01:00:00", 900),
+    ([], "00:02:00", 30), ([10.0], "00:00:30", 15),
+])  # fmt: skip
 def test_the_lead_before_the_limit_follows_the_slowest_save(
     tmp_path: Path, saves: list[float], limit: str, lead: int
 ) -> None:
@@ -56,18 +55,13 @@ def test_the_batch_script_repeats_cpus_and_has_a_wckey_only_if_configured(tmp_pa
 NO_ANSWER = SlurmError("Slurm rejected the job: sbatch: error: Batch job submission failed: Socket timed out on send")
 
 
-@pytest.mark.parametrize(
-    ("answers", "found", "result", "left"),
-    [
-        ([NO_ANSWER, NO_ANSWER, "7"], [None, None], "7", 0),
-        ([NO_ANSWER, "7"], [SlurmError("Slurm does not answer")] * 3, "does not answer", 1),
-        ([NO_ANSWER], ["6"], "6", 0),
-        ([NO_ANSWER] * 3, [None] * 3, "Socket timed out", 0),
-        ([NO_ANSWER] * 3, [None, None, "5"], "5", 0),
-        ([SlurmError("Slurm rejected the job: Invalid account"), "8"], [], "Invalid account", 1),
-    ],
-    ids=["later", "nobody-can-say", "accepted-nevertheless", "never", "after-the-last-pause", "rejected"],
-)
+@pytest.mark.parametrize(("answers", "found", "result", "left"), [
+    ([NO_ANSWER, NO_ANSWER, "7"], [None, None], "7", 0),
+    ([NO_ANSWER, "7"], [SlurmError("Slurm does not answer")] * 3, "does not answer", 1), ([NO_ANSWER], ["6"], "6", 0),
+    ([NO_ANSWER] * 3, [None] * 3, "Socket timed out", 0),
+    ([NO_ANSWER] * 3, [None, None, "5"], "5", 0),
+    ([SlurmError("Slurm rejected the job: Invalid account"), "8"], [], "Invalid account", 1),
+], ids=["later", "nobody-can-say", "accepted-nevertheless", "never", "after-the-last-pause", "rejected"])  # fmt: skip
 def test_submission_is_retried_only_while_slurm_knows_no_job(
     answers: list[str | SlurmError], found: list[str | SlurmError | None], result: str, left: int
 ) -> None:
@@ -84,16 +78,13 @@ def test_submission_is_retried_only_while_slurm_knows_no_job(
     assert len(given) == left, "nothing is submitted while Slurm cannot say if it accepted the job"
 
 
-@pytest.mark.parametrize(
-    ("control", "accounted", "state"),
-    [
-        ("slurm_load_jobs error: Invalid job id specified", "7|RUNNING|c1|NAME", JobState.GONE),
-        ("slurm_load_jobs error: Invalid job id specified", "7|FAILED|c1|NAME", JobState.ENDED),
-        ("slurm_load_jobs error: Invalid job id specified", "", JobState.GONE),
-        ("slurm_load_jobs error: Unable to contact slurm controller", "7|RUNNING|c1|NAME", JobState.RUNNING),
-        ("slurm_load_jobs error: Unable to contact slurm controller", "", JobState.UNKNOWN),
-    ],
-)
+@pytest.mark.parametrize(("control", "accounted", "state"), [
+    ("slurm_load_jobs error: Invalid job id specified", "7|RUNNING|c1|NAME", JobState.GONE),
+    ("slurm_load_jobs error: Invalid job id specified", "7|FAILED|c1|NAME", JobState.ENDED),
+    ("slurm_load_jobs error: Invalid job id specified", "", JobState.GONE),
+    ("slurm_load_jobs error: Unable to contact slurm controller", "7|RUNNING|c1|NAME", JobState.RUNNING),
+    ("slurm_load_jobs error: Unable to contact slurm controller", "", JobState.UNKNOWN),
+])  # fmt: skip
 def test_accounting_that_missed_the_end_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: str, accounted: str, state: JobState
 ) -> None:

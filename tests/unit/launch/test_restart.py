@@ -65,15 +65,10 @@ def test_the_first_decision_counts(folder: AttemptDir, why: str) -> None:
     assert claim_next(folder, "002") == NONE
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"returncode": None, "phase": "preflight", "message": "no scratch"},
-        {"stop_signal": "SIGUSR2"},
-        {"oom_kills": 1},
-        {"phase": "rendezvous", "message": "no answer"},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"returncode": None, "phase": "preflight", "message": "no scratch"}, {"stop_signal": "SIGUSR2"}, {"oom_kills": 1},
+    {"phase": "rendezvous", "message": "no answer"},
+])  # fmt: skip
 def test_nodes_that_cannot_train_on_do_not_wait(folder: AttemptDir, values: dict[str, Any]) -> None:
     assert waits_for_driver(folder)
     change_exit(folder, **values)
@@ -239,16 +234,12 @@ def test_a_job_near_its_limit_is_replaced(demo: FakeRun) -> None:
     assert history(demo, jobs) == [("1", KILLED), ("2", ERROR)]
 
 
-@pytest.mark.parametrize(
-    ("jobs", "found", "hosts"),
-    [
-        (JobWithSpareNode(loses_node, breaks), [("1", LOST_NODE), ("1", ERROR)], ["c1", "c3"]),
-        (JobWithSpareNode(loses_node, loses_node, breaks), [("1", LOST_NODE)] * 2 + [("2", ERROR)], ["c1", "c3"]),
-        (JobWithSpareNode(fails_preflight, breaks), [("1", "preflight failure"), ("1", ERROR)], ["c2", "c3"]),
-        (JobWithSpareNode(crashes, breaks), [("1", KILLED), ("1", ERROR)], ["c1", "c2"]),
-    ],
-    ids=["lost", "two lost", "preflight", "killed"],
-)
+@pytest.mark.parametrize(("jobs", "found", "hosts"), [
+    (JobWithSpareNode(loses_node, breaks), [("1", LOST_NODE), ("1", ERROR)], ["c1", "c3"]),
+    (JobWithSpareNode(loses_node, loses_node, breaks), [("1", LOST_NODE)] * 2 + [("2", ERROR)], ["c1", "c3"]),
+    (JobWithSpareNode(fails_preflight, breaks), [("1", "preflight failure"), ("1", ERROR)], ["c2", "c3"]),
+    (JobWithSpareNode(crashes, breaks), [("1", KILLED), ("1", ERROR)], ["c1", "c2"]),
+], ids=["lost", "two lost", "preflight", "killed"])  # fmt: skip
 def test_a_spare_node_replaces_one(
     demo: FakeRun, jobs: FakeJobs, found: list[tuple[str, str]], hosts: list[str]
 ) -> None:
@@ -257,16 +248,11 @@ def test_a_spare_node_replaces_one(
     assert AttemptDir(demo.rundir.attempts / "002").read().hosts == hosts
 
 
-@pytest.mark.parametrize(
-    ("node", "task", "hosts", "step", "rank"),
-    [
-        ("c1", 0, [], [], 0),
-        ("c3", 2, [], [], None),
-        ("c3", 2, ["c1", "c3"], ["c1", "c2", "c3"], 1),
-        ("c2", 1, ["c1", "c3"], [], None),
-        ("c5", 1, ["c1", "c3"], ["c4", "c5", "c6"], 1),  # Slurm restarted the job elsewhere
-    ],
-)
+@pytest.mark.parametrize(("node", "task", "hosts", "step", "rank"), [
+    ("c1", 0, [], [], 0), ("c3", 2, [], [], None),
+    ("c3", 2, ["c1", "c3"], ["c1", "c2", "c3"], 1), ("c2", 1, ["c1", "c3"], [], None),
+    ("c5", 1, ["c1", "c3"], ["c4", "c5", "c6"], 1),  # Slurm restarted the job elsewhere
+])  # fmt: skip
 def test_each_node_knows_its_rank(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, node: str, task: int, hosts: list[str], step: list[str],
     rank: int | None,

@@ -50,17 +50,13 @@ def test_the_command_of_a_node_is_logged_without_secrets(folder: AttemptDir, mon
     assert "env ENDPOINT=https://[removed]@host/x PASSED_ON=[removed] \\\n  accelerate launch" in text
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "job", "cluster", "value"),
-    [
-        ("h100", {}, {}, "expandable_segments:True"),
-        ("cpu", {}, {}, None),
-        ("h100", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),  # inherited from the job
-        ("h100", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),
-        ("h100", {}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, None),
-        ("h100", {}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, "max_split_size_mb:256"),
-    ],
-)
+@pytest.mark.parametrize(("accelerator", "job", "cluster", "value"), [
+    ("h100", {}, {}, "expandable_segments:True"), ("cpu", {}, {}, None),
+    ("h100", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),  # inherited from the job
+    ("h100", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),
+    ("h100", {}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, None),
+    ("h100", {}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, "max_split_size_mb:256"),
+])  # fmt: skip
 def test_the_allocator_uses_segments_that_grow_unless_the_user_configured_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -92,11 +88,9 @@ def test_ranks_start_without_the_lock_of_a_killed_build(
     assert f"Removed {lock}" in folder.log(0).read_text()
 
 
-@pytest.mark.parametrize(
-    ("status", "exited", "ends_step"),
-    [(1, [0], True), (1, [0, 1], False), (0, [0], False)],
-    ids=["another-node-is-stuck", "all-failed", "done-first"],
-)
+@pytest.mark.parametrize(("status", "exited", "ends_step"), [
+    (1, [0], True), (1, [0, 1], False), (0, [0], False),
+], ids=["another-node-is-stuck", "all-failed", "done-first"])  # fmt: skip
 def test_a_failed_node_ends_the_step_if_another_is_stuck(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, exited: list[int], ends_step: bool
 ) -> None:
@@ -134,17 +128,10 @@ def test_a_record_that_cannot_be_written_is_printed(
     assert "No space left on device" in printed and '"phase":"rendezvous"' in printed and "no node connected" in printed
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "kept"),
-    [
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/scratch/x"),
-            "Cannot use /scratch/x. No space is left",
-            False,
-        ),
-        (KeyError("rank"), "Unexpected error: KeyError: 'rank'", True),
-    ],
-)
+@pytest.mark.parametrize(("error", "message", "kept"), [
+    (OSError(errno.ENOSPC, "No space left on device", "/scratch/x"), "Cannot use /scratch/x. No space is left", False),
+    (KeyError("rank"), "Unexpected error: KeyError: 'rank'", True),
+])  # fmt: skip
 def test_an_error_of_the_worker_has_a_message_and_its_traceback_a_file(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, kept: bool
 ) -> None:

@@ -29,10 +29,9 @@ def drive(steps: list[int]) -> list[AttemptRecord]:
     return [make_record(step, next_fallback=0) for step in steps[:-1]] + [make_record(step) for step in steps[-1:]]
 
 
-@pytest.mark.parametrize(
-    ("steps", "idle"),
-    [([], 0), ([0], 1), ([5], 0), ([0, 0, 0], 3), ([0, 10], 0), ([0, 10, 10, 10], 2), ([5, 5, 9, 9], 1), ([9, 4], 1)],
-)
+@pytest.mark.parametrize(("steps", "idle"), [
+    ([], 0), ([0], 1), ([5], 0), ([0, 0, 0], 3), ([0, 10], 0), ([0, 10, 10, 10], 2), ([5, 5, 9, 9], 1), ([9, 4], 1),
+])  # fmt: skip
 def test_idle_attempts(steps: list[int], idle: int) -> None:
     assert idle_attempts(drive(steps)) == idle
 

@@ -31,10 +31,9 @@ def test_only_one_step_of_warm_up_has_no_learning_rate(schedule: str, steps: int
     assert learns == (not (steps == 1 and warmup > 0))
 
 
-@pytest.mark.parametrize(
-    ("epochs", "sequences", "batch", "steps"),
-    [(1, 21, 64, 1), (1, 21, 8, 2), (40, 98, 8, 480), (1.5, 25, 8, 5), (0.1, 5, 8, 1), (2, 16, 8, 4)],
-)
+@pytest.mark.parametrize(("epochs", "sequences", "batch", "steps"), [
+    (1, 21, 64, 1), (1, 21, 8, 2), (40, 98, 8, 480), (1.5, 25, 8, 5), (0.1, 5, 8, 1), (2, 16, 8, 4),
+])  # fmt: skip
 def test_each_epoch_has_whole_batches(epochs: float, sequences: int, batch: int, steps: int) -> None:
     assert optimizer_steps(epochs, sequences, batch) == steps
 

@@ -33,14 +33,11 @@ def test_the_planned_class_loads_with_its_ties(folder: Path) -> None:
     assert type(model) is LlamaForCausalLM
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda held: held.pop(WEIGHT), rf"completely: missing keys: {WEIGHT}\. If it is a merged model"),
-        (lambda held: held.update(extra=torch.ones(2)), "completely: unexpected keys: extra"),
-        (lambda held: held.update({WEIGHT: torch.ones(2, 2)}), f"completely: mismatched keys: {WEIGHT}"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda held: held.pop(WEIGHT), rf"completely: missing keys: {WEIGHT}\. If it is a merged model"),
+    (lambda held: held.update(extra=torch.ones(2)), "completely: unexpected keys: extra"),
+    (lambda held: held.update({WEIGHT: torch.ones(2, 2)}), f"completely: mismatched keys: {WEIGHT}"),
+])  # fmt: skip
 def test_weights_that_are_missing_or_left_over_are_refused(folder: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
     held = load_file(folder / "model.safetensors")
     change(held)

@@ -51,10 +51,9 @@ def test_a_person_is_notified_of_errors_stops_and_the_end(end: End) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("command", "warning"),
-    [("echo no mailer >&2; exit 3", "ended with exit status 3: no mailer. "), ("sleep 5", "timed out after 0.2 ")],
-)
+@pytest.mark.parametrize(("command", "warning"), [
+    ("echo no mailer >&2; exit 3", "ended with exit status 3: no mailer. "), ("sleep 5", "timed out after 0.2 "),
+])  # fmt: skip
 def test_a_command_that_fails_or_hangs_is_a_warning(
     command: str, warning: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,11 +72,9 @@ def test_a_training_with_files_of_other_settings_is_refused(rundir: RunDir) -> N
     finish(rundir, "train", learning_rate=5e-4, checkpoints={"keep": 3})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"strategy": "fsdp"}, {"nodes": 2}, {"checkpoints": {"keep": 3}}],
-    ids=lambda changes: next(iter(changes)),
-)
+@pytest.mark.parametrize("changes", [
+    {"strategy": "fsdp"}, {"nodes": 2}, {"checkpoints": {"keep": 3}},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
 def test_an_unfinished_training_is_refused_until_the_files_have_all_settings(
     rundir: RunDir, changes: dict[str, Any]
 ) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shardmake.run.usage import WINDOW_STEPS, WINDOWS
-from shardmake.train.callbacks import compute_timer
-from shardmake.train.callbacks.compute_timer import ComputeTimer
+from shardmake.train.callbacks import heartbeat
+from shardmake.train.callbacks.heartbeat import ComputeTimer
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for name in ("perf_counter", "monotonic"):
-        monkeypatch.setattr(compute_timer.time, name, clock)
+        monkeypatch.setattr(heartbeat.time, name, clock)
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     return clock
 
