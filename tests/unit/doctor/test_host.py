@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,11 +56,7 @@ def test_a_scratch_folder_must_hold_programs(tmp_path: Path, monkeypatch: pytest
     assert host.check_scratch_folder(tmp_path).verdict is OK
     missing = host.check_scratch_folder(tmp_path / "missing")
     assert missing.verdict is STOPS and "cannot be written" in missing.found
-
-    def refused(*command: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(host.subprocess, "run", refused)
+    monkeypatch.setattr(host.subprocess, "run", Mock(side_effect=PermissionError(13, "Permission denied")))
     mounted_noexec = host.check_scratch_folder(tmp_path)
     assert mounted_noexec.verdict is STOPS and "noexec" in mounted_noexec.advice
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
@@ -108,13 +105,8 @@ def test_a_faster_interface_that_is_not_used(
     monkeypatch.setattr(host, "choose_address", lambda interface, nodes: (chosen, "10.0.0.1"))
     monkeypatch.setattr(host.psutil, "net_if_stats", lambda: dict.fromkeys(up, Up))
     assert host.check_interface(configured, 1).verdict is verdict
-
-
-def test_an_interface_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(interface: str | None, nodes: int) -> tuple[str, str]:
-        raise RendezvousError("node7 has no address on the interface 'ib9'")
-
-    monkeypatch.setattr(host, "choose_address", missing)
+    missing = RendezvousError("node7 has no address on the interface 'ib9'")
+    monkeypatch.setattr(host, "choose_address", Mock(side_effect=missing))
     found = host.check_interface("ib9", 2)
     assert found.verdict is STOPS and "ib9" in found.found
 
@@ -141,14 +133,10 @@ def test_files_that_do_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_locks_that_do_not_count_on_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, name in enumerate(("first", "other")):  # whose other node never tries the lock
+        (tmp_path / name).mkdir()
+        assert host.check_shared_lock(tmp_path / name, node, 2, seconds=0.2).verdict is NOT_CHECKED
+    assert host.check_shared_lock(tmp_path / "missing", 0, 1).verdict is NOT_CHECKED
     monkeypatch.setattr(host.fcntl, "flock", lambda file, operation: None)
     _, other = on_two_nodes(host.check_shared_lock, tmp_path)
     assert other.verdict is WARNING
-    alone = host.check_shared_lock(tmp_path / "missing", 0, 1)
-    assert alone.verdict is NOT_CHECKED
-
-
-def test_a_node_that_never_tries_the_lock_is_not_ok(tmp_path: Path) -> None:
-    assert host.check_shared_lock(tmp_path, 0, 2, seconds=0.2).verdict is NOT_CHECKED
-    (tmp_path / "other").mkdir()
-    assert host.check_shared_lock(tmp_path / "other", 1, 2, seconds=0.2).verdict is NOT_CHECKED

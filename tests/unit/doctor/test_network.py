@@ -32,9 +32,7 @@ def test_transports_in_nccls_log(text: str, transports: list[str]) -> None:
     ("h100", 360.0, ["NVLS", "P2P"], OK), ("h100", 40.0, ["SHM"], WARNING), ("a100-80gb", 230.0, ["P2P"], OK),
     ("a100-80gb", 20.0, ["P2P"], WARNING), ("cpu", 0.5, [], OK), ("cpu", None, [], NOT_CHECKED),
 ])  # fmt: skip
-def test_bandwidth_within_a_node(
-    accelerator: str, intra: float | None, transports: list[str], verdict: Verdict
-) -> None:
+def test_bandwidth_in_a_node(accelerator: str, intra: float | None, transports: list[str], verdict: Verdict) -> None:
     measured = Bandwidths(backend="nccl", size=1 << 30, intra=intra, inter=None)
     within, between = judge_bandwidths(measured, make_cluster(accelerator=accelerator), transports)
     assert within.verdict is verdict and between.verdict is NOT_CHECKED
