@@ -28,9 +28,13 @@ def make_llama(folder: Path, tied: bool) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def test_the_planned_class_loads_with_its_ties(folder: Path) -> None:
-    model = LLAMA.load(str(folder), dtype=torch.float32)
-    assert type(model) is LlamaForCausalLM
+def test_the_planned_class_loads_or_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(LLAMA.load(str(folder), dtype=torch.float32)) is LlamaForCausalLM
+    with pytest.raises(ModelError, match=r"class not found: NoSuchForCausalLM\. .* plan it again"):
+        ModelClass(name="NoSuchForCausalLM").find()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="of the class LlamaForCausalLM, and the plan is for OwnForCausalLM"):
+        ModelClass(name="OwnForCausalLM", own_code=True).load(str(folder))
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -44,18 +48,6 @@ def test_weights_that_are_missing_or_left_over_are_refused(folder: Path, change,
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
         LLAMA.load(str(folder))
-
-
-def test_a_class_that_transformers_does_not_have() -> None:
-    with pytest.raises(ModelError, match=r"class not found: NoSuchForCausalLM\. .* plan it again"):
-        ModelClass(name="NoSuchForCausalLM").find()
-
-
-def test_code_of_its_own_must_define_the_planned_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = ModelClass(name="OwnForCausalLM", own_code=True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelError, match="of the class LlamaForCausalLM, and the plan is for OwnForCausalLM"):
-        planned.load(str(folder))
 
 
 CLASSIFIER = ModelClass(name="LlamaForSequenceClassification", new_head="score")
