@@ -41,7 +41,7 @@ TOKENIZED = SimpleNamespace(train=SimpleNamespace(examples=9, tokens=99, sequenc
 
 @pytest.mark.parametrize("internet", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_only_stages_on_nodes_without_internet_are_offline(
+def test_stages_on_nodes_go_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, internet: bool
 ) -> None:
     from shardmake.cli import app
