@@ -84,9 +84,7 @@ def test_every_term_is_explained(model: str, method: Method, gradient_dtype: Gra
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_term_beside_a_reference_model_is_explained(
-    strategy: Strategy, precision: Precision, copies: bool
-) -> None:
+def test_every_term_beside_a_reference_is_explained(strategy: Strategy, precision: Precision, copies: bool) -> None:
     setup = scenario(
         strategy=strategy, precision=precision, reference_weights=True, gathers_on_save=copies,
         checkpoint_in_memory=copies,
