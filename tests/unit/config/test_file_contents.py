@@ -166,9 +166,7 @@ def test_an_edit_of_the_module_counts(package: Path) -> None:
     assert [line.partition(":")[0] for line in differences(before, values_of(run, make_cluster()))] == [SCRIPT]
 
 
-def test_modules_run_as_main(
-    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_as_main(package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(package.parent))
     run_script("-m our_lab_programs.tune")
     assert capsys.readouterr().out == "__main__ True\n"

@@ -155,9 +155,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_repeated_rows_are_counted(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool
-) -> None:
+def test_repeats_are_counted(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool) -> None:
     rows = conversations(40)
     fresh = [talk(f"u:{'e' * size}", "a:wwe") for size in range(1, 6)]
     data = {
@@ -373,9 +371,7 @@ def test_the_chat_template_of_the_run_replaces_that_of_the_tokenizer(model: Path
     assert before.digest != after.digest
 
 
-def test_examples_with_nothing_to_learn_are_named(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_with_nothing_to_learn_are_named(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = conversations(40)
     for index in (3, 9, 10, 20, 21, 22, 23):
         rows[index]["messages"][1]["role"] = "user"

@@ -56,9 +56,7 @@ def test_waiting_logs_each_state_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["Job 7 is pending (Priority)", "Job 7 is running c1"]
 
 
-def test_a_long_check_of_this_machine_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_check_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     report = NodeReport(node_rank=0, host="me", findings=[], facts=NodeFacts(), seconds=0.1)
 
     def check(folder: DoctorDir, rank: int) -> None:

@@ -217,9 +217,7 @@ def _free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     (RunningJobs(crashes, breaks), True, [("1", KILLED), ("1", ERROR)]),
     (RunningJobs(crashes, breaks, left=479), True, [("1", KILLED), ("2", ERROR)]),
 ], ids=["until the cap", "without the key", "until an error", "not near its limit"])  # fmt: skip
-def test_crashes_restart_in_the_job(
-    demo: FakeRun, jobs: FakeJobs, in_place: bool, found: list[tuple[str, str]]
-) -> None:
+def test_crashes_restart_in_a_job(demo: FakeRun, jobs: FakeJobs, in_place: bool, found: list[tuple[str, str]]) -> None:
     assert history(demo, jobs, in_place=in_place) == found
     assert not in_place or next_in_job(AttemptDir(demo.rundir.attempts / f"{len(found):03d}")) == NONE
 

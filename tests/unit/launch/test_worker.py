@@ -71,9 +71,7 @@ def test_the_allocator_uses_segments_that_grow_unless_the_user_configured_it(
     assert found.get("PYTORCH_ALLOC_CONF") == value
 
 
-def test_locks_of_killed_builds_are_removed(
-    folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_killed_build_is_removed(folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

@@ -102,9 +102,7 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "differs"), [("llama", False), ("gpt2", False), ("qwen2", True)])
-def test_a_text_with_other_tokens_is_a_warning_with_a_cure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, *, differs: bool
-) -> None:
+def test_other_tokens_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, *, differs: bool) -> None:
     write_tokenizer(tmp_path, model_type)
     with caplog.at_level(logging.WARNING):
         compare_with_file(AutoTokenizer.from_pretrained(tmp_path), str(tmp_path), TEXTS)

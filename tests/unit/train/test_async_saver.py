@@ -69,9 +69,7 @@ def test_next_save_waits_and_required_save_is_direct(tmp_path: Path) -> None:
     assert not list((tmp_path / "scratch/node-0").iterdir())
 
 
-def test_full_scratch_makes_saves_synchronous_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     room = lambda folder: FreeSpace(10 << 20 if "scratch" in str(folder) else 1 << 40, "free on the file system")  # noqa: E731
     monkeypatch.setattr(disk, "free_space", room)
     saver = make_saver(tmp_path)

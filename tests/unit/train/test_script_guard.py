@@ -57,9 +57,7 @@ def test_accelerator_is_planned(tmp_path: Path, strategy: Strategy, kind: str, r
     (Batch.of(2, 2, 2), None), (Batch.of(4, 1, 2), None), (Batch.of(None, 2, 2), None),
     (Batch.of(2, 8, 2), "planned 8 sequences, 2 ranks x 2 x 2 accumulation steps, found 32 sequences, 2 ranks x 2 x 8"),
 ])  # fmt: skip
-def test_planned_global_batch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: Batch, words: str | None
-) -> None:
+def test_the_global_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: Batch, words: str | None) -> None:
     """Another split of it is reported."""
     caplog.set_level(logging.INFO, "shardmake")
     guard = make_guard(tmp_path)
@@ -184,7 +182,5 @@ def test_a_row_is_the_same_with_more_padding_on_either_side() -> None:
     (["a,b,b", "d,e,f", "g,a,b", "i,j,k"], 1, None), (["a,b", "a,b", "b,c", "b,c"], 2, None),
     (["a,b,c", "a,b,c", "b,c,d", "b,c,d"], 2, (0, 2)), (["a,b", "b,a"], 2, (0, 1)),
 ])  # fmt: skip
-def test_equal_rows_in_a_parallel_group(
-    digests: list[str], tensor_parallel: int, ranks: tuple[int, int] | None
-) -> None:
+def test_equal_rows_in_parallel_group(digests: list[str], tensor_parallel: int, ranks: tuple[int, int] | None) -> None:
     assert conflict(digests, tensor_parallel) == ranks
