@@ -70,19 +70,13 @@ def estimate_closed_form(
     allocated = sum(terms.values())
     reserved = allocated if scenario.on_cpu else int(closed_form.RESERVED_SHARE * allocated)
     figures = GpuMemory(allocated, reserved, reserved, reserved + outside(scenario), phase, terms)
-    return _estimate(scenario, buckets, figures, kept)
+    return whole(scenario, buckets, figures, kept)
 
 
-def estimate_simulated(
-    scenario: Scenario, buckets: Buckets, timeline: Timeline, kept: int = 2, capacity: int | None = None
-) -> Estimate:
-    """Return the estimate from the ``timeline`` of a simulated step and the allocator's model."""
-    return _estimate(scenario, buckets, memory_of(scenario, timeline, capacity), kept)
-
-
-def _estimate(scenario: Scenario, buckets: Buckets, figures: GpuMemory, kept: int) -> Estimate:
+def whole(scenario: Scenario, buckets: Buckets, gpu: GpuMemory, kept: int) -> Estimate:
+    """Return the estimate with ``gpu``, and the disk for ``kept`` checkpoints."""
     on_nodes = host.host_terms(scenario, buckets), host.nvme_bytes(scenario)
-    return Estimate(figures, *on_nodes, host.disk_terms(scenario, kept))
+    return Estimate(gpu, *on_nodes, host.disk_terms(scenario, kept))
 
 
 def gpu_memory(
@@ -130,10 +124,10 @@ def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeli
 
 def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
     """Return the memory of one rank as the library of ``scenario`` shards it."""
-    if scenario.is_fsdp:
+    if scenario.spec.is_fsdp:
         return Fsdp2Memory(scenario, buckets, timeline)
     by_stage = (DdpMemory, Zero12Memory, Zero12Memory, Zero3Memory)
-    return by_stage[scenario.zero_stage](scenario, buckets, timeline)
+    return by_stage[scenario.spec.zero_stage](scenario, buckets, timeline)
 
 
 def outside(scenario: Scenario) -> int:
@@ -144,8 +138,8 @@ def outside(scenario: Scenario) -> int:
     measured, context, nccl = scenario.calibration, states.context_bytes(scenario.gpu_capability), states.NCCL
     if measured is not None:
         nccl = nccl if measured.nccl is None else measured.nccl
-        context = measured.context + (measured.pools if scenario.gathers_parameters else 0)
+        context = measured.context + (measured.pools if scenario.spec.gathers_parameters else 0)
     communicators = nccl * groups
     if not groups and scenario.checks_network:  # those of the check and of the library exist for one rank, too
-        communicators = states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.zero_stage in (1, 2) else 0)
+        communicators = states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.spec.zero_stage in (1, 2) else 0)
     return context + communicators

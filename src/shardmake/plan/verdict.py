@@ -54,7 +54,7 @@ def error_of(scenario: Scenario) -> FamilyError:
     """Return the error of the estimates of trainings like ``scenario``."""
     if failure(scenario):
         return STAND_IN
-    if scenario.offloads_optimizer or scenario.offloads_parameters:
+    if scenario.spec.offload_optimizer or scenario.spec.offload_param:
         return FAMILY_ERRORS["offloaded"]
     if scenario.method_spec.in_four_bits:
         return FAMILY_ERRORS["quantized"]

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from shardmake.commands.driver_state import cancel_driver, describe_drivers, driver_jobs, read_driver_log
-from shardmake.commands.submit import _check, _options, without_configuration
+from shardmake.commands.submit import _check, _options
+from shardmake.config.invocation import config_options
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.driver_script import refuse_while_driven
@@ -111,7 +112,7 @@ def test_the_job_gets_the_arguments_without_the_configuration() -> None:
         "train", "--profile", "slurm", "--configfile", "a.yaml", "b.yaml", "--config", "x=1", "runs={}",
         "--rerun-triggers", "mtime", "-k",
     ]  # fmt: skip
-    assert without_configuration(words) == ["train", "--profile", "slurm", "--rerun-triggers", "mtime", "-k"]
+    assert config_options(words)[1] == ["train", "--profile", "slurm", "--rerun-triggers", "mtime", "-k"]
 
 
 @pytest.mark.parametrize("words", ["-F", "-f", "-R train_run", "--unlock", "--touch", "-d elsewhere"])

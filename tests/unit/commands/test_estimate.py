@@ -93,7 +93,7 @@ def test_every_term_is_explained(model: str, method: Method, gradient_dtype: Gra
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_term_beside_a_reference_is_explained(strategy: Strategy, precision: Precision, copies: bool) -> None:
     setup = scenario(
-        strategy=strategy, precision=precision, reference_weights=True, gathers_on_save=copies,
+        strategy=strategy, precision=precision, reference_weights=True, has_script=copies,
         checkpoint_in_memory=copies,
     )  # fmt: skip
     phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1, 1))

@@ -84,7 +84,7 @@ CASES |= {
     "lora": scenario(method="lora"),
     "qlora with checkpointing": scenario(method="qlora", checkpointing=True, **AUTOCAST),
     "qlora under ZeRO": scenario(method="qlora"),
-    "qlora of a script": scenario(method="qlora", casts_to_fp32=True, **AUTOCAST),
+    "qlora of a script": scenario(method="qlora", has_script=True, **AUTOCAST),
     "lora with dropout": scenario(method="lora", lora_dropout=0.1, **AUTOCAST),
     "lora on q and v": scenario(method="lora", lora_targets=("q_proj", "v_proj")),
     "lora with checkpointing": scenario(method="lora", checkpointing=True, **AUTOCAST),
@@ -213,6 +213,6 @@ def _input_bytes(**config: Any) -> int:
 )
 def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, script: bool, wider: int) -> None:
     """A script may widen the embedding of a 4-bit model to fp32, and with it each layer's input."""
-    changes = {"checkpointing": True, "strategy": strategy, "casts_to_fp32": script}
+    changes = {"checkpointing": True, "strategy": strategy, "has_script": script}
     wide, narrow = (_input_bytes(method=method, **changes) for method in ("qlora", "lora"))
     assert wide - narrow == wider * 1024 * 2 * 512

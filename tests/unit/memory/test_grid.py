@@ -117,7 +117,7 @@ def test_the_plan_has_the_memory_of_a_trace_of_the_whole_step(
 ) -> None:
     case = _scenario(cell)
     planned, traced = (simulate(case, BUCKETS, events) for events in (events_of(case), whole_step(case)))
-    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {}))
+    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case))
     more = _second_gradient(case)
     assert planned.allocated == pytest.approx(traced.allocated, rel=ALLOCATED, abs=more)
     reserved = traced.reserved()

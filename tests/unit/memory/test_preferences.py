@@ -134,11 +134,11 @@ def test_the_reference_pass_needs_less_than_a_second_training_pass() -> None:
 def test_every_strategy_has_an_estimate_of_the_reference(strategy: Any) -> None:
     """The simulated step gathers the reference layer by layer; the closed form plans no less."""
     case = scenario(SMALL, strategy=strategy, ranks_per_node=4, reference_weights=True, **DPO)
-    assert ("gathered reference" in plans_enough(case).terms) == case.is_fsdp
+    assert ("gathered reference" in plans_enough(case).terms) == case.spec.is_fsdp
 
 
 def plans_enough(case: Scenario) -> GpuMemory:
     """Return the memory in closed form; fail if it is less than that of the simulated step."""
-    planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
+    planned = estimate_closed_form(case, Buckets(4096), profile(case)).gpu
     assert planned.allocated >= 0.97 * gpu_memory(case, Buckets(4096), micro_step(case)).allocated
     return planned

@@ -9,10 +9,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import find_problems, list_files, read_record
-from shardmake.checkpoint.store import Retention
 from shardmake.config.models import Strategy
 from shardmake.core import disk
 from shardmake.core.disk import FreeSpace
+from shardmake.run.training_settings import Retention
 from shardmake.train.async_saver import ScratchFolder, share_of_node
 from shardmake.train.callbacks.save_scheduler import SaveScheduler
 from shardmake.train.checkpoint_saver import Saver

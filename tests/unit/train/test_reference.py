@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardmake.core.errors import CheckpointError
-from shardmake.train.reference import WithReference, read_log_probs
+from shardmake.train.preferences import WithReference, read_log_probs
 
 NAMES = ("ref_chosen_logps", "ref_rejected_logps")
 STORED = {"train": torch.tensor([[-1.0, -2.5], [-3.0, -4.0]]), "eval": torch.tensor([[-5.0, -6.0]])}

@@ -19,10 +19,8 @@ from shardmake.config.models import Profile
 from shardmake.run.attempt import AttemptDir, Heartbeat, heartbeat_file
 from shardmake.run.attempt_history import may_rewind
 from shardmake.run.usage import WINDOW_STEPS, WINDOWS
-from shardmake.train.callbacks import compute_timer
 from shardmake.train.callbacks import heartbeat as heartbeat_module
-from shardmake.train.callbacks.compute_timer import ComputeTimer
-from shardmake.train.callbacks.heartbeat import HeartbeatCallback
+from shardmake.train.callbacks.heartbeat import ComputeTimer, HeartbeatCallback
 from shardmake.train.callbacks.metrics import MetricsCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck, NonFiniteError
 from shardmake.train.callbacks.recorders import Recorder, step_profiler
@@ -50,7 +48,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for name in ("perf_counter", "monotonic"):
-        monkeypatch.setattr(compute_timer.time, name, clock)
+        monkeypatch.setattr(heartbeat_module.time, name, clock)
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     return clock
 
