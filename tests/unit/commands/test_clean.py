@@ -200,9 +200,7 @@ def test_runs_without_anything_to_remove_are_reported(tmp_path: Path, caplog: py
     assert f"Nothing to remove: no pushed run in {tmp_path}" in caplog.text
 
 
-def test_a_named_run_and_what_was_set_aside_go_after_a_question(
-    rundir: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_named_run_and_what_is_set_aside_go_after_asking(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     runs = rundir.root.parent
     other = RunDir(runs / "dpo")

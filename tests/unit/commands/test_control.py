@@ -66,9 +66,7 @@ def test_a_training_is_set_aside_as_often_as_asked_and_never_while_it_runs(rundi
     ("12|RUNNING|c1|name\n", "The ranks save and stop after their current step."),
     ("12|PENDING|(Priority)|name\n", "Job 12 still waits in the queue: its ranks save and stop after the first"),
 ])  # fmt: skip
-def test_a_requested_stop_says_that_the_job_still_waits(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, rows: str | None, words: str
-) -> None:
+def test_a_stop_of_a_waiting_job(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, rows: str | None, words: str) -> None:
     submitted(rundir, "12")
     monkeypatch.setattr(control, "queue_of", lambda *_: None if rows is None else parse_rows(rows))
     assert f"(runs/chat/train/STOP). {words}" in request_stop(rundir, make_cluster(executor="slurm"))

@@ -1,3 +1,5 @@
+"""`shardmake estimate`: it agrees with the plan, explains itself, and has DeepSpeed's own table."""
+
 import json
 import re
 from dataclasses import replace
@@ -5,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from shardmake.cli import app
+from shardmake.commands.deepspeed_table import deepspeed_table, largest_layer
 from shardmake.commands.estimate import estimate, resolve_request
 from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.commands.estimate_table import DISK_TERMS, GPU_TERMS, HOST_TERMS, NVME_TERMS, mark, print_table
@@ -17,10 +22,12 @@ from shardmake.core.units import GIB
 from shardmake.memory import closed_form
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.host import host_terms
+from shardmake.memory.model import ParameterSpec
 from shardmake.plan.stage import make_plan
 from shardmake.plan.verdict import Headroom
 from tests.unit.memory.llama_8b import scenario
 from tests.unit.plan.test_choose import candidate as make_candidate
+from tests.unit.plans import LLAMA, make_model
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
@@ -84,9 +91,7 @@ def test_every_term_is_explained(model: str, method: Method, gradient_dtype: Gra
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_term_beside_a_reference_model_is_explained(
-    strategy: Strategy, precision: Precision, copies: bool
-) -> None:
+def test_every_term_beside_a_reference_is_explained(strategy: Strategy, precision: Precision, copies: bool) -> None:
     setup = scenario(
         strategy=strategy, precision=precision, reference_weights=True, has_script=copies,
         checkpoint_in_memory=copies,
@@ -270,3 +275,41 @@ def test_the_memory_is_that_of_the_accelerator(model: str, capsys: pytest.Captur
 def test_bad_options_are_rejected(options: EstimateRequest, message: str, model: str) -> None:
     with pytest.raises(ConfigError, match=message):
         estimate(EstimateRequest(**{**vars(options), "model": model}))
+
+
+def figures(text: str) -> list[tuple[str, str]]:
+    """Host and GPU of each line."""
+    return re.findall(r"(\d+\.\d\d)GB \| +(\d+\.\d\d)GB", text)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (2, 8)])
+def test_the_rows_are_those_that_deepspeed_prints(nodes: int, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold
+
+    model = make_model(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, vocab_size=128256)
+    estimate_zero2_model_states_mem_needs_all_cold(model.parameters, gpus, nodes)
+    estimate_zero3_model_states_mem_needs_all_cold(model.parameters, largest_layer(model), gpus, nodes)
+    theirs = figures(capsys.readouterr().out)
+    table = deepspeed_table(model, nodes, gpus)
+    assert len(theirs) == 8 and figures(table) == theirs
+    assert table.count("ZeRO-2") == 2 and table.count("ZeRO-3") == 6
+
+
+def test_zero2_rows_against_deepspeeds_documentation_and_formula() -> None:
+    """Of ``docs/code-docs/source/memory.rst``: 2851e6 parameters, 8 GPUs on one node.
+
+    Without offload the page has 15.93 GiB, from 4 + 16 / 8 bytes per parameter; the code has 2 + 18 / 8 today.
+    """
+    count = 2_851_000_000
+    model = replace(make_model(), tensors=(ParameterSpec("model.weight", (count,), "linear"),))
+    gpu = (2 + 18 / 8) * count / GIB
+    assert figures(deepspeed_table(model, 1, 8))[:2] == [("127.45", "5.31"), ("127.45", f"{gpu:.2f}")]
+
+
+def test_the_command_prints_the_table_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["estimate", str(tmp_path), "--deepspeed-table", "--gpus-per-node", "4", "--nodes", "2"]
+    made = CliRunner().invoke(app, words)
+    assert made.exit_code == 0 and made.stdout.startswith("DeepSpeed's estimate of params")
+    assert "HW: 2 nodes, 4 GPUs per node." in made.stdout and len(figures(made.stdout)) == 8

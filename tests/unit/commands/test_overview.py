@@ -6,6 +6,7 @@ import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,16 +122,10 @@ def test_the_list_has_sweeps_and_folders_of_other_runs(training: RunDir) -> None
     ]
 
 
-def test_watch_needs_a_terminal_and_ends_with_an_interrupt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_ends_with_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"^--watch cannot be used: the output is not a terminal\."):
         status.watch(lambda: [])
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", interrupt)
+    monkeypatch.setattr("time.sleep", Mock(side_effect=KeyboardInterrupt))
     status.watch(lambda: [RunState(run="chat", stage="train", state="training")])
     assert "chat" in capsys.readouterr().out

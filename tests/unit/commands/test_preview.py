@@ -38,9 +38,7 @@ def test_slurm_preview_contains_script_command_environment_and_files(tmp_path: P
     assert {words for words in shown if words not in text} == set() and not rundir.root.exists()
 
 
-def test_a_password_in_the_setup_of_jobs_is_not_shown(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_in_the_setup_is_not_shown(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_SECRET", "Plant-by-value-1")
     setup = ["export DB_PASSWORD=Plant77w!", "login Plant-by-value-1", "module load x"]
     cluster = make_cluster(executor="slurm", slurm={"setup": setup})

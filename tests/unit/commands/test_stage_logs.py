@@ -46,9 +46,7 @@ def write(*texts: tuple[str, str]) -> None:
     ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28 DUE TO TIME LIMIT ***")], "failed", ""),
     ([(OWN, "Reading.\n50%\n")], "unfinished", "50% ("),
 ])  # fmt: skip
-def test_a_stage_without_a_result_has_its_state_and_its_last_line(
-    rundir: RunDir, texts: list[tuple[str, str]], state: str, line: str
-) -> None:
+def test_a_stage_has_state_and_last_line(rundir: RunDir, texts: list[tuple[str, str]], state: str, line: str) -> None:
     write(*texts)
     run = make_run()
     shown = read_state(run, make_cluster(), rundir, None)

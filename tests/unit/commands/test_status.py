@@ -148,9 +148,7 @@ def test_a_length_in_epochs_is_converted_to_steps(training: RunDir) -> None:
     ("PENDING", "(JobHeldAdmin)", "Slurm does not start job 12 until a person acts: JobHeldAdmin. Remove the reason"),
     ("", "", ""),
 ])  # fmt: skip
-def test_a_job_that_does_not_run(
-    training: RunDir, monkeypatch: pytest.MonkeyPatch, state: str, nodes: str, words: str
-) -> None:
+def test_a_waiting_job(training: RunDir, monkeypatch: pytest.MonkeyPatch, state: str, nodes: str, words: str) -> None:
     answer(monkeypatch, training, state, nodes, start="|N/A" if nodes == "(Priority)" else "")
     assert one_line(training) == f"chat  {'waits in the queue' if state else 'job 12 (attempt 2) has ended'}"
     text = describe(finished_run.make_run(push=PUSH), SLURM, training)

@@ -27,9 +27,7 @@ def runs(**pushes: Any) -> Config:
     ("hub:lab/x", {"to": "hub:lab/x", "revision": "second"}, False), ("s3://bucket/x", "gs://bucket/x", False),
     ({"to": "hub:lab/x", "pull_request": True}, {"to": "hub:lab/x", "pull_request": True}, False),
 ])  # fmt: skip
-def test_one_destination_of_two_runs_is_rejected(
-    first: Any, second: Any, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_destination(first: Any, second: Any, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "published").mkdir()
     (tmp_path / "link").symlink_to("published")

@@ -152,9 +152,7 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
     ({"warmup_ratio": 0.1, "warmup_steps": 0}, 0.1), ({"warmup_steps": 0}, 0), ({"warmup_steps": "auto"}, None),
 ])  # fmt: skip
 @pytest.mark.parametrize("values", [AXOLOTL, FACTORY, SMALL_TRL])
-def test_steps_of_the_warm_up_come_before_its_ratio(
-    values: dict[str, Any], given: dict[str, Any], ratio: float | None
-) -> None:
+def test_steps_of_warm_up_precede_its_ratio(values: dict[str, Any], given: dict[str, Any], ratio: float | None) -> None:
     others = {key: value for key, value in values.items() if not key.startswith("warmup")}
     run, _, untranslated = run_of(others | given)
     assert run.get("warmup_ratio") == ratio and (ratio is not None or "warmup_steps" in untranslated)

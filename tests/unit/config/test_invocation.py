@@ -38,9 +38,7 @@ def test_messages_about_the_merged_file_name_the_files_of_the_user(tmp_path: Pat
         load_config(merged)
 
 
-def test_a_configuration_with_a_password_is_readable_for_the_user_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_a_password_is_for_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = parse_config(values(push={"to": "s3://ada:hunter2hunter2@bucket/x"}), "a")
     path = invocation.write_merged(config, "a", tmp_path / "shared")
@@ -55,9 +53,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
         invocation.write_merged(parse_config(values(), "a"), "a", tmp_path / "file")
 
 
-def test_the_commands_read_the_file_in_the_environment_unless_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_read_the_file_of_the_environment_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     merged = invocation.write_merged(parse_config(values(), "a"), "a", tmp_path)
     monkeypatch.setenv(invocation.VARIABLE, str(merged))
@@ -78,9 +74,7 @@ def test_sections_of_the_command_line_have_the_types_of_a_file() -> None:
         invocation.sections(["runs={a"])
 
 
-def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_checked_before_snakemake_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.yaml", {"a": 1})
     write(tmp_path / "bad.yaml", "a: 1\nb: {c: 1\nd: 2\n")

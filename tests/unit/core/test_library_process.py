@@ -72,9 +72,7 @@ def test_errors_of_the_user_and_of_the_system_keep_class_and_message(environment
         run("denied", environment)
 
 
-def test_nothing_of_the_current_folder_is_imported(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_here_is_imported(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -m`` and ``python -c`` import from the current folder first; what libraries print is not the result."""
     (tmp_path / "downloaded").mkdir()
     monkeypatch.chdir(tmp_path / "downloaded")

@@ -34,12 +34,6 @@ def test_options_of_the_command_line_set_the_level(option: str, level: int) -> N
     assert logging.getLogger("shardmake").level == level
 
 
-def test_caplog_receives_records_after_another_test_configured_logging(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "shardmake")
-    log_all()
-    assert caplog.messages == ["100 % of [data]", "almost full"]
-
-
 def test_slow_work_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     with warn_while_slow("Counting", first=0.01, later=3600):
         time.sleep(0.2)

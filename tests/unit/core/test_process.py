@@ -66,9 +66,7 @@ def test_a_child_within_limits_ends_in_a_sentence(function: Callable[[], object]
     ('echo "$@"', "--query-gpu=uuid --format=csv,noheader,nounits\n"), ("echo No devices were found; exit 6", ""),
     ("exec sleep 60", None), (None, None),
 ], ids=["answers", "fails", "hangs", "missing"])  # fmt: skip
-def test_the_answer_of_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, answer: str | None
-) -> None:
+def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, answer: str | None) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     if script:
         install_programs(tmp_path, monkeypatch, {"nvidia-smi": script})

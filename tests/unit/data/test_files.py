@@ -25,12 +25,9 @@ from shardmake.data.sources import HubDataset, Source, count_rows, first_rows, i
 from tests.unit.wording import Wording
 
 COMPRESSORS: dict[str, Callable[[bytes], Any]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
     ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
-}
+}  # fmt: skip
 CELLS: list[dict[str, str]] = [{"prompt": 'a, "b"\n c', "completion": "ü\u2028😀"}, {"prompt": "", "completion": "007"}]
 
 
@@ -64,13 +61,9 @@ def test_the_same_rows_come_from_every_kind(tmp_path: Path, name: str, compressi
     path = tmp_path / f"{name}{compression}"
     path.write_bytes(COMPRESSORS[compression](CONTENTS[name]))
     assert rows_in(path) == CELLS
-
-
-@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
-def test_all_parts_of_a_file_that_was_compressed_in_parts_are_read(tmp_path: Path, compression: str) -> None:
-    path = tmp_path / f"a.jsonl{compression}"
-    path.write_bytes(COMPRESSORS[compression](CONTENTS["lines.jsonl"]) * 3)
-    assert rows_in(path) == CELLS * 3
+    if name == "lines.jsonl":  # as a program writes that compresses parts of a file
+        path.write_bytes(COMPRESSORS[compression](CONTENTS[name]) * 3)
+        assert rows_in(path) == CELLS * 3
 
 
 values = st.recursive(
@@ -116,10 +109,10 @@ def test_a_damaged_compressed_file_is_refused(tmp_path: Path, compression: str, 
     path = tmp_path / f"a.jsonl{compression}"
     whole = COMPRESSORS[compression](CONTENTS["lines.jsonl"])
     path.write_bytes(whole[:-12] if damage == "cut" else b'{"text": "not compressed at all"}')
-    with pytest.raises(DataError) as error:
+    with pytest.raises(
+        DataError, match=rf"(?s)^Cannot decompress {path}: .*is incomplete or damaged\. Copy it again\.$"
+    ):
         rows_in(path)
-    assert str(error.value).startswith(f"Cannot decompress {path}: ")
-    assert str(error.value).endswith("The file is incomplete or damaged. Copy it again.")
 
 
 ROWS: list[dict[str, Any]] = [
@@ -134,19 +127,16 @@ def write_jsonl(path: Path, rows: list[Any] = ROWS) -> Path:
 
 
 def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([dict.fromkeys(key for row in rows for key in row) | row for row in rows]), path
-    )
+    keys = dict.fromkeys(key for row in rows for key in row)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([keys | row for row in rows]), path)
     return path
 
 
 def examples(name: Path) -> list[Any]:
     source = locate(str(name), Data(train=str(name)), sources.TRAIN_SPLITS)
     assert count_rows(source) == len(list(raw_rows(source.paths)))
-    return [
-        {key: value for key, value in open_row(row).example.items() if value is not None}
-        for row in raw_rows(source.paths)
-    ]
+    found = [open_row(row).example for row in raw_rows(source.paths)]
+    return [{key: value for key, value in one.items() if value is not None} for one in found]
 
 
 def refusal(name: Path | str) -> str:
@@ -330,9 +320,7 @@ SAME_ROWS: list[tuple[str, list[dict[str, Any]], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "rows", "writers"), SAME_ROWS)
-def test_the_same_rows_come_from_json_lines_and_from_parquet(
-    tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]
-) -> None:
+def test_the_same_rows_come_from_parquet(tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", rows)
     expected = examples(lines)
     for writer in writers:

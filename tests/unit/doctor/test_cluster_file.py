@@ -46,9 +46,7 @@ def test_a_partition_becomes_the_cluster_of_its_largest_gpu_nodes() -> None:
     (SLICES, Slurm(gpu_type="1g.10gb"), ("a100-80gb", 28, "1g.10gb", "gres")),
     (UNTYPED, Slurm(), ("a100-80gb", 4, None, "gres")),
 ])  # fmt: skip
-def test_options_choose_the_nodes(
-    partitions: dict[str, Any], options: Slurm, expected: tuple[str, int, str | None, str]
-) -> None:
+def test_options_choose(partitions: dict[str, Any], options: Slurm, expected: tuple[str, int, str | None, str]) -> None:
     cluster = draft_cluster(options, partitions)
     slurm = cluster.slurm
     assert (cluster.accelerator, cluster.processes_per_node, slurm.gpu_type, slurm.gpu_request) == expected

@@ -62,13 +62,15 @@ def test_a_matrix_product_and_a_copy_against_the_peak_and_the_link(
     assert found.verdict is verdict and found.found.startswith(f"{rate} ")
 
 
-def test_peers_and_number_of_gpus() -> None:
+def test_peers_number_of_gpus_and_errors_of_a_kernel() -> None:
     assert kernels.judge_peers({}).verdict is NOT_CHECKED
     assert kernels.judge_peers({(0, 1): True, (1, 0): True}).verdict is OK
     found = kernels.judge_peers({(0, 1): False, (1, 0): True})
     assert found.verdict is WARNING and "1 of 2 pairs lack it: 0-1" in found.found
     assert kernels.judge_count(8, 8).verdict is OK
     assert kernels.judge_count(1, 8).verdict is STOPS
+    for error, verdict in ((0.004, OK), (0.5, STOPS), (float("nan"), STOPS)):
+        assert kernels.judge_error("varlen attention", error, "output", "Use sdpa.").verdict is verdict
 
 
 @pytest.fixture
@@ -90,16 +92,13 @@ def sdpa(*heads: torch.Tensor, starts: torch.Tensor, causal: bool = True) -> tor
 def test_an_attention_kernel_is_compared_with_its_gradients() -> None:
     """A kernel that attends to later tokens stops a run."""
     for causal, verdict in ((True, OK), (False, STOPS)):
-        found = kernels._compare_attention(
-            "a kernel", lambda *heads, c=causal: sdpa(*heads[:3], starts=heads[3], causal=c)
-        )
-        assert found.verdict is verdict, found.found
+        attend = lambda *heads, c=causal: sdpa(*heads[:3], starts=heads[3], causal=c)  # noqa: E731
+        assert kernels._compare_attention("a kernel", attend).verdict is verdict
+    assert kernels._matmul_rate() > 0, "a matrix product is timed"
 
 
 @pytest.mark.parametrize(("capability", "checks"), [((7, 5), []), ((8, 0), ["varlen attention"])])
-def test_gpus_before_ampere_are_not_stopped_by_a_kernel_that_they_do_not_use(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], checks: list[str]
-) -> None:
+def test_gpus_before_ampere(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], checks: list[str]) -> None:
     compared: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(kernels, "_compare_attention", lambda name, _: compared.append(name) or kernels.ok(name, ""))
@@ -109,11 +108,6 @@ def test_gpus_before_ampere_are_not_stopped_by_a_kernel_that_they_do_not_use(
     assert checks or "compute capability 7.5" in found[0].found
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_a_matrix_product_is_timed() -> None:
-    assert kernels._matmul_rate() > 0
-
-
 @pytest.mark.parametrize("check", [kernels.check_liger, kernels.check_bitsandbytes])
 def test_packages_that_are_not_installed_are_not_checked(
     monkeypatch: pytest.MonkeyPatch, check: Callable[[DoctorRequest], kernels.KernelResult]
@@ -121,11 +115,6 @@ def test_packages_that_are_not_installed_are_not_checked(
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     (found,) = check(make_request(make_cluster(), 1, build_kernels=False)).findings
     assert found.verdict is NOT_CHECKED and "not installed" in found.found and "needed only for" in found.advice
-
-
-@pytest.mark.parametrize(("error", "verdict"), [(0.004, OK), (0.5, STOPS), (float("nan"), STOPS)])
-def test_a_kernel_that_computes_something_else(error: float, verdict: Verdict) -> None:
-    assert kernels.judge_error("varlen attention", error, "output", "Use sdpa.").verdict is verdict
 
 
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> kernels.RunningCheck:
@@ -144,9 +133,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> ke
     ("echo 'Illegal instruction'; exit 132", "Illegal instruction", "cpu-adam.log has the whole output"),
     ("exit 3", "exit status 3", "cpu-adam.log"),
 ])  # fmt: skip
-def test_a_check_that_crashes_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, found: str, advice: str
-) -> None:
+def test_crashed_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, found: str, advice: str) -> None:
     (row,) = failing(tmp_path, monkeypatch, program).result(30).findings
     assert row.verdict is STOPS and found in row.found and advice in row.advice
 

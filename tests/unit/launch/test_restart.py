@@ -73,14 +73,11 @@ def test_nodes_that_cannot_train_on_do_not_wait(folder: AttemptDir, values: dict
     assert waits_for_driver(folder)
     change_exit(folder, **values)
     assert not waits_for_driver(folder)
-
-
-def test_nothing_waits_before_the_last_node_or_after_a_success(folder: AttemptDir) -> None:
     folder.exit_record(1).unlink()
-    assert not waits_for_driver(folder)
+    assert not waits_for_driver(folder), "before the last node"
     for node in range(2):
         make_exit(node, phase="training", returncode=0).write(folder.exit_record(node))
-    assert not waits_for_driver(folder)
+    assert not waits_for_driver(folder), "after a success"
 
 
 @pytest.fixture
@@ -90,9 +87,7 @@ def stop(tmp_path: Path) -> StopRequest:
     return stop
 
 
-def test_a_signal_while_the_workers_wait_is_recorded(
-    folder: AttemptDir, stop: StopRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_waiting_is_kept(folder: AttemptDir, stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     stop.file = folder.stop_file
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setattr(worker, "main", lambda *_: 1)
@@ -132,7 +127,9 @@ def test_a_process_whose_parent_ended_ends_with_the_ranks() -> None:
 class RunningJobs(FakeJobs):
     """An executor whose jobs run on until nothing follows in them."""
 
-    left = 10_000.0
+    def __init__(self, *ends: Callable[[AttemptDir], None], left: float = 10_000.0) -> None:
+        super().__init__(*ends)
+        self.left = left
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         self.folder = folder
@@ -214,24 +211,15 @@ def _free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "cached_squeue", lambda *_: "")
 
 
-def test_crashes_restart_in_the_same_job_until_the_cap(demo: FakeRun) -> None:
-    assert history(demo, RunningJobs(*[crashes] * 3)) == [("1", KILLED)] * 3
-
-
-def test_without_the_key_each_attempt_has_its_own_job(demo: FakeRun) -> None:
-    assert history(demo, FakeJobs(*[crashes] * 3), in_place=False) == [("1", KILLED), ("2", KILLED), ("3", KILLED)]
-
-
-def test_an_error_in_the_training_ends_the_job(demo: FakeRun) -> None:
-    jobs = RunningJobs(crashes, breaks)
-    assert history(demo, jobs) == [("1", KILLED), ("1", ERROR)]
-    assert next_in_job(AttemptDir(demo.rundir.attempts / "002")) == NONE
-
-
-def test_a_job_near_its_limit_is_replaced(demo: FakeRun) -> None:
-    jobs = RunningJobs(crashes, breaks)
-    jobs.left = 479
-    assert history(demo, jobs) == [("1", KILLED), ("2", ERROR)]
+@pytest.mark.parametrize(("jobs", "in_place", "found"), [
+    (RunningJobs(*[crashes] * 3), True, [("1", KILLED)] * 3),
+    (FakeJobs(*[crashes] * 3), False, [("1", KILLED), ("2", KILLED), ("3", KILLED)]),
+    (RunningJobs(crashes, breaks), True, [("1", KILLED), ("1", ERROR)]),
+    (RunningJobs(crashes, breaks, left=479), True, [("1", KILLED), ("2", ERROR)]),
+], ids=["until the cap", "without the key", "until an error", "not near its limit"])  # fmt: skip
+def test_crashes_restart_in_a_job(demo: FakeRun, jobs: FakeJobs, in_place: bool, found: list[tuple[str, str]]) -> None:
+    assert history(demo, jobs, in_place=in_place) == found
+    assert not in_place or next_in_job(AttemptDir(demo.rundir.attempts / f"{len(found):03d}")) == NONE
 
 
 @pytest.mark.parametrize(("jobs", "found", "hosts"), [
@@ -240,9 +228,7 @@ def test_a_job_near_its_limit_is_replaced(demo: FakeRun) -> None:
     (JobWithSpareNode(fails_preflight, breaks), [("1", "preflight failure"), ("1", ERROR)], ["c2", "c3"]),
     (JobWithSpareNode(crashes, breaks), [("1", KILLED), ("1", ERROR)], ["c1", "c2"]),
 ], ids=["lost", "two lost", "preflight", "killed"])  # fmt: skip
-def test_a_spare_node_replaces_one(
-    demo: FakeRun, jobs: FakeJobs, found: list[tuple[str, str]], hosts: list[str]
-) -> None:
+def test_a_spare_node_takes_over(demo: FakeRun, jobs: FakeJobs, found: list[tuple[str, str]], hosts: list[str]) -> None:
     demo.plan = demo.plan.model_copy(update={"spare_nodes": 1})
     assert history(demo, jobs) == found
     assert AttemptDir(demo.rundir.attempts / "002").read().hosts == hosts

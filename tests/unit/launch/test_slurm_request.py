@@ -102,9 +102,7 @@ def test_options_of_extra_stand_beside_those_of_the_plan(extra: dict[str, Any], 
     ("per_node", "--mem=9GB", "--mem 3072", "--mem=4096M"),
     ("per_cpu", "--mem-per-cpu=2304M", "--mem-per-cpu 1536", "--mem-per-cpu=4096M"), ("none", None, None, None),
 ])  # fmt: skip
-def test_every_job_requests_memory_as_the_site_takes_it(
-    tmp_path: Path, form: str, training: str | None, stage: str | None, driver: str | None
-) -> None:
+def test_memory_request(tmp_path: Path, form: str, training: str | None, stage: str | None, driver: str | None) -> None:
     cluster, resources = site(memory=form), Resources(memory_gib=3, cpus=2)
     given = SlurmRequest(cluster, JobKind.TRAINING, 60, cpus=4, memory_mib=9216).submitit()
     options = {name: given[name] for name in ("mem", "mem_per_cpu") if name in given}

@@ -11,14 +11,9 @@ SLOW = [1.6, 1.7, 1.5, 1.6, 1.4]
 
 def describe(*ranks: list[float]) -> str:
     """Return the sentence about ranks with these times, two on each node."""
-    return describe_stragglers(
-        [
-            Heartbeat(
-                rank=rank, host=f"n{rank // 2 + 1}", pid=1, phase="train", step=9, time=0.0, compute_seconds=times
-            )
-            for rank, times in enumerate(ranks)
-        ]
-    )
+    values = {"pid": 1, "phase": "train", "step": 9, "time": 0.0}
+    beats = [Heartbeat(rank=n, host=f"n{n // 2 + 1}", compute_seconds=one, **values) for n, one in enumerate(ranks)]
+    return describe_stragglers(beats)
 
 
 RULE = "as long as the median rank (reported from 1.3 times on, if it lasts for 50 steps and 60 s)"
