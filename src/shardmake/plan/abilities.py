@@ -17,7 +17,6 @@ from typing import Any, Literal
 from shardmake.checkpoint.formats import huggingface
 from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
-from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.families import COMPOSITES, FAMILIES
@@ -31,10 +30,14 @@ DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4
 """Methods whose configuration in transformers has the setting ``dequantize``."""
 DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
 """Methods for which transformers implements ``PreTrainedModel.dequantize``."""
-_SOURCES = (
-    "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
-    "config/methods.py", "run/adapter_settings.py", "run/model_class.py", "run/text_part.py",
+_SOURCES = tuple(
+    Path(__file__).parents[1] / name
+    for name in (
+        "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
+        "config/methods.py", "run/adapter_settings.py", "run/model_class.py", "run/text_part.py",
+    )
 )  # fmt: skip
+"""The code that answers, so that an edit is not answered from the cache."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,8 @@ def attends_in_kernel(model: Model) -> bool:
 def _ask(model: Model, trust_remote_code: bool, about: str, **more: Any) -> dict[str, Any]:
     request = inventory_request(model.config, model.source, trust_remote_code)
     doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
-    request |= {"about": about, **more, "code": _code()}
-    return dict(cached_helper("shardmake.plan.inspect_model", request, doing))
+    request |= {"about": about, **more}
+    return dict(cached_helper("shardmake.plan.inspect_model", request, doing, _SOURCES))
 
 
 def _decoder_limit(decoder: Decoder) -> str:
@@ -264,9 +267,3 @@ def _folder(package: str) -> Path:
     """Return the folder of a package's source; a path without files if it is not installed."""
     found = find_spec(package)
     return Path(found.origin).parent if found and found.origin else Path(os.devnull)
-
-
-def _code() -> str:
-    """Return a digest of the code that answers, so that an edit is not answered from the cache."""
-    package = Path(__file__).parents[1]
-    return digest([sha256(package / name) for name in _SOURCES])

@@ -142,18 +142,16 @@ def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_config({"cluster": "~/c.yaml", "runs": {"chat": RUN}}, "c").cluster == "/home/ada/c.yaml"
 
 
-@pytest.mark.parametrize(
-    ("limit", "minutes"),
-    [("24:00:00", 1440), ("1-00:00:00", 1440), ("00:30:00", 30), ("00:00:01", 1), ("2-03:04:05", 3065), ("100:00:00", 6000)],
-)  # fmt: skip
+@pytest.mark.parametrize(("limit", "minutes"), [
+    ("24:00:00", 1440), ("1-00:00:00", 1440), ("00:30:00", 30), ("00:00:01", 1), ("2-03:04:05", 3065), ("100:00:00", 6000),
+])  # fmt: skip
 def test_a_time_limit_in_minutes_is_rounded_up(limit: str, minutes: int) -> None:
     assert Cluster(**CLUSTER, slurm={"time_limit": limit}).slurm.time_limit_minutes == minutes
 
 
-@pytest.mark.parametrize(
-    ("values", "steps", "most"),
-    [({}, 100, 2), ({"every_steps": 200}, 100, 1), ({"every_steps": 10, "keep": 3}, 100, 3), ({"every_steps": 10}, None, 2),
-     ({"every_steps": "auto"}, 5, 2), ({"keep_every_steps": 50, "every_steps": 10}, 100, 4)],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "steps", "most"), [
+    ({}, 100, 2), ({"every_steps": 200}, 100, 1), ({"every_steps": 10, "keep": 3}, 100, 3), ({"every_steps": 10}, None, 2),
+    ({"every_steps": "auto"}, 5, 2), ({"keep_every_steps": 50, "every_steps": 10}, 100, 4),
+])  # fmt: skip
 def test_a_run_that_saves_once_keeps_one_checkpoint(values: dict[str, Any], steps: int | None, most: int) -> None:
     assert Checkpoints(**values).most(steps) == most

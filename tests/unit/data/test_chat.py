@@ -244,11 +244,8 @@ def test_a_row_like_others_is_encoded_as_alone() -> None:
 
 
 LIKE = {
-    "first": "Qz0zQ",
-    "beyond": "Qz99zQ",
-    "number": f"77{9:026}77",
-    "random": placeholder(0).translate(OTHER_DIGITS),
-}
+    "first": "Qz0zQ", "beyond": "Qz99zQ", "number": f"77{9:026}77", "random": placeholder(0).translate(OTHER_DIGITS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LIKE)

@@ -146,9 +146,7 @@ def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> Non
     ("""echo '{"torch": "1.0"}'""", "torch is 1.0 in the container and .* on the login node; .*shardmake is not"),
     ("echo 'FATAL: no user namespace' >&2; exit 255", None),
 ])  # fmt: skip
-def test_the_image_is_tried_on_a_login_node(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
-) -> None:
+def test_the_image_is_tried(checkout: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None) -> None:
     install_programs(checkout.parent, monkeypatch, {"apptainer": answer})
     (checkout / "x.sif").touch()
     with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
