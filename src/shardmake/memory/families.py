@@ -260,7 +260,7 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
     if family.experts == "sigmoid":
         sizes.append(values.get("n_shared_experts"))
-    sizes += [values[name] for name in latent_attention.SIZES if name in family.defaults]
+    sizes += [values[name] for name in ("q_lora_rank", *latent_attention.SIZES) if name in family.defaults]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         return False
     layers, kinds = values["num_hidden_layers"], values.get("mlp_layer_types")

@@ -140,7 +140,7 @@ def has_plain_head(model: Model) -> bool:
 def attends_in_kernel(model: Model) -> bool:
     """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
     if model.decoder is not None:
-        return not model.decoder.sinks
+        return not model.decoder.sinks and model.decoder.width == model.decoder.d
     return bool(_ask(model, model.trust_remote_code, "tokens")["in_kernel"])
 
 
