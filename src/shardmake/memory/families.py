@@ -198,7 +198,7 @@ def written_down(family: Family, config: Mapping[str, Any], source: str, root: s
     decoder, values = _decoder(family, config, root), _filled(family, config)
     kinds = enumerate(_kinds(family, config))
     layers = [(kind, index in decoder.unrotated, index < decoder.dense) for index, kind in kinds]
-    corrections = 4 * decoder.count * (decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
+    corrections = 4 * decoder.count * max(0, decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
     rotary = 4 * (decoder.table_width // 2) * 2  # inv_freq and its original, fp32
     scalars = 4 * decoder.layers if family.layer_scalar else 0
     return Model(
@@ -278,7 +278,7 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
     if family.experts == "sigmoid":
         sizes.append(values.get("n_shared_experts"))
-    sizes += [values[name] for name in latent_attention.SIZES if name in family.defaults]
+    sizes += [values[name] for name in ("q_lora_rank", *latent_attention.SIZES) if name in family.defaults]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         return False
     layers, kinds = values["num_hidden_layers"], values.get("mlp_layer_types")
@@ -316,7 +316,8 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
         root=root,
         rotated=rotated,
         unrotated=frozenset(_unrotated(family, config, kinds)),
-        table_width=rotated * (len({*kinds}) if family.table_of_each_kind else 1),
+        table_width=(latent and config.get("head_dim"))
+        or rotated * (len({*kinds}) if family.table_of_each_kind else 1),
         caps_logits=family.softcaps,
         masks=2 if family.always_two_masks else len({*kinds}),
         count=_count(values),

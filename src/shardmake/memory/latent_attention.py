@@ -11,7 +11,7 @@ from typing import Any
 from shardmake.memory import size_tensors as ops
 from shardmake.memory.size_tensors import SizeTensor
 
-SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Keys of the config with the first numbers of a `Latent`."""
 Run = Callable[[SizeTensor, str], SizeTensor]
 Turn = Callable[[SizeTensor], SizeTensor]
@@ -44,9 +44,9 @@ class Latent:
 
 def read(values: Mapping[str, Any], config: Mapping[str, Any]) -> Latent:
     """Return the widths that ``values`` give, those of ``config`` with defaults; a rank of null has no default."""
-    *sizes, query_rank = (values[name] for name in SIZES)
-    query_rank *= config.get("q_lora_rank", query_rank) is not None
-    return Latent(*sizes, query_rank, values["rope_interleave"])
+    query_rank = 0 if config.get("q_lora_rank", 0) is None else values["q_lora_rank"]
+    rank, straight, rotated, value = (values[name] for name in SIZES)
+    return Latent(rank, straight, rotated, value, query_rank, values["rope_interleave"])
 
 
 def project(

@@ -140,7 +140,8 @@ def has_plain_head(model: Model) -> bool:
 def attends_in_kernel(model: Model) -> bool:
     """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
     if (decoder := model.decoder) is not None:  # DeepSpeed takes heads of one width and number (``ulysses_sp.py``)
-        return not decoder.sinks and len({(one.k, one.d) for one in decoder.of_layers}) < 2
+        sizes = {(one.k, one.d, one.width) for one in (decoder, *decoder.of_layers)}
+        return not decoder.sinks and len(sizes) == 1 and decoder.width == decoder.d
     return bool(_ask(model, model.trust_remote_code, "tokens")["in_kernel"])
 
 

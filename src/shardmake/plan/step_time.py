@@ -208,7 +208,7 @@ def _exchanges(scenario: Scenario, hardware: Hardware) -> float:
     if size == 1 or shape is None:
         return 0.0
     passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
-    numbers = 2 * (shape.a + shape.k) * shape.width * scenario.tokens * shape.layers * passes
+    numbers = 2 * (shape.a + shape.k) * shape.d * scenario.tokens * shape.layers * passes
     return _within_node(size, numbers * scenario.compute, hardware)
 
 

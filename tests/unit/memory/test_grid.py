@@ -39,9 +39,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 128},
     "gemma": {"head_dim": 128},
-    "gemma4_text": {"head_dim": 128, "global_head_dim": 256, "hidden_size_per_layer_input": 0}
-    | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "architectures": ["Gemma4ForCausalLM"]}
-    | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]},
     "granite": {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"]},
@@ -123,7 +120,8 @@ def test_the_plan_has_the_memory_of_a_trace_of_the_whole_step(
     planned, traced = (simulate(case, BUCKETS, events) for events in (events_of(case), whole_step(case)))
     scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case))
     more = _second_gradient(case)
-    assert planned.allocated == pytest.approx(traced.allocated, rel=ALLOCATED, abs=more)
+    allocated, expected = (one.peaks[one.highest()].total for one in (planned, traced))
+    assert allocated == pytest.approx(expected, rel=ALLOCATED, abs=more)
     reserved = traced.reserved()
     assert planned.reserved() == pytest.approx(reserved, abs=RESERVED * reserved + more)
-    assert TOO_LOW <= scanned.gpu.allocated / planned.allocated - 1 <= TOO_HIGH
+    assert TOO_LOW <= scanned.gpu.allocated / allocated - 1 <= TOO_HIGH

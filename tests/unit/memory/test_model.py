@@ -84,6 +84,22 @@ def test_published_sizes() -> None:
     seventy = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     assert from_config({**llama, **eight}).parameters == 8_030_261_248
     assert from_config({**llama, **seventy}).parameters == 70_553_706_496
+    deepseek = {"model_type": "deepseek_v3", "vocab_size": 129280, "num_attention_heads": 128, "num_hidden_layers": 61}
+    assert from_config({**deepseek, "hidden_size": 7168, "intermediate_size": 18432}).parameters == 671_026_404_352
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mlp_layer_types": ["sparse", "dense"]}, {"first_k_dense_replace": 2}, {"output_router_logits": True},
+        {"n_shared_experts": 0}, {"v_head_dim": "10"}, {"model_type": "dots1", "sliding_window": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_that_its_family_does_not_describe_is_traced(more: dict) -> None:
+    config = {**SIZES, **LATENT, "model_type": "glm4_moe_lite", **more}
+    family = family_of(config)
+    assert family is None or not gives_sizes(family, config)
 
 
 @pytest.mark.parametrize(
