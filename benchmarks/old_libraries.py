@@ -145,7 +145,7 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
         for module, name, new in (
             (planner, "scenario_of", old_scenario),
             (memory_estimate, "rank_memory", old_memory),
-            (memory_estimate, "micro_step", micro_step),
+            (trace, "micro_step", micro_step),
             (states, "SCALE_BYTES", 4 / 64 if libraries.get("single_quantization") else states.SCALE_BYTES),
             (trace, "_request", old_request),
             (trace, "run_helper", _run_tracer),

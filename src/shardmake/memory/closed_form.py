@@ -10,10 +10,10 @@ from dataclasses import astuple, dataclass, replace
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import DecoderStep, micro_step
+from shardmake.memory.decoder import DecoderStep
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import EMBEDDING, HEAD, Terms, trained_units, units
-from shardmake.memory.trace import traced
+from shardmake.memory.trace import events_of
 
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
 SHORT = (2, 3)  # layers of the two short steps
@@ -38,7 +38,7 @@ def profile(scenario: Scenario) -> Profile:
     """Return the profile of ``scenario``'s micro step."""
     shape = scenario.held_model.decoder
     if shape is None or shape.layers <= SHORT[1] + shape.dense:
-        return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
+        return of_events(events_of(scenario), len(scenario.model.blocks))
     all_trained = replace(scenario.split, frozen_names=frozenset())  # others than the first layers may be trained
     shorter = [replace(shape, layers=layers + shape.dense) for layers in SHORT]
     steps = (DecoderStep(replace(scenario, split=all_trained), one).run() for one in shorter)

@@ -5,9 +5,11 @@ It follows ``modeling_llama.py`` (and those of the other `shardmake.memory.famil
 """
 
 from dataclasses import replace
+from functools import partial
 
 from shardmake.config.attention import FLASH_KERNELS
 from shardmake.memory import size_tensors as ops
+from shardmake.memory.latent_attention import Turn, project
 from shardmake.memory.model import SCORE_HEAD, TRAINED_HEAD, Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import GradNode, Parameter, SizeStorage, SizeTensor, Tape, TensorEvent
@@ -208,11 +210,15 @@ class DecoderStep:
         return ops.scale_columns(ops.cast(normed, hidden.item), weight, made)
 
     def _attention(self, hidden: SizeTensor, prefix: str, index: int) -> SizeTensor:
-        shape, whole = self.shape, None
-        if "qkv" in shape.fused:
-            whole = self._linear(hidden, f"{prefix}.qkv_proj")
+        shape = self.shape
+        whole: object = None
+        if shape.latent:
+            turn: Turn = ops.turn_pairs if shape.latent.pairs else partial(self._rotary, tables=[])
+            query, key, value, whole = project(shape.latent, hidden, prefix, self._linear, self._norm, turn)
+        elif "qkv" in shape.fused:
+            whole = fused = self._linear(hidden, f"{prefix}.qkv_proj")
             query, key, value = (
-                ops.view(whole, self.tokens * heads * shape.d) for heads in (shape.a, shape.k, shape.k)
+                ops.view(fused, self.tokens * heads * shape.d) for heads in (shape.a, shape.k, shape.k)
             )
         else:
             query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
@@ -221,7 +227,7 @@ class DecoderStep:
             heads = (shape.a, shape.k) if shape.qk_norm == "head" else (1, 1)
             query = self._rms_norm(query, self.weights[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
             key = self._rms_norm(key, self.weights[f"{prefix}.k_norm.weight"], self.tokens * heads[1])
-        if index not in shape.unrotated:
+        if index not in shape.unrotated and not shape.latent:
             size = self.scenario.row_tokens * shape.rotated * (4 if shape.wide_rotary else weight_bytes(self.scenario))
             tables = [SizeStorage(self.tape, size) for _ in range(2 * shape.interleaved)]
             query, key = self._rotary(query, tables), self._rotary(key, tables)
@@ -282,6 +288,8 @@ class DecoderStep:
     def _eager(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scores = self.tokens * self.shape.a * self.scenario.sequence_length
         key, value = self._repeat(key), self._repeat(value)
+        if self.shape.latent and self.scenario.micro_batch > 1:
+            value = ops.copy(value)  # rows of several sequences that lie beside keys
         return ops.eager_attention(
             query, key, value, scores, self.tape.autocast, weight_bytes(self.scenario), softcap=self.shape.softcaps,
             sinks=self.sinks, probability=self.shape.dropout[0],

@@ -10,6 +10,7 @@ from math import ceil
 from typing import Any, Literal
 
 from shardmake.config.attention import KERNELS, Attention
+from shardmake.memory import latent_attention
 from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Decoder, Kind, Model, ParameterSpec, Style, is_head
 
 
@@ -66,6 +67,13 @@ def _tied(kv_heads: int, head_dim: int | None = None, **more: Any) -> dict[str, 
     return _defaults(kv_heads, head_dim, tie_word_embeddings=True, **more)
 
 
+_BIASES = ("attention_bias", "attention_bias", "")
+_LATENT = {
+    "head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "rope_interleave": True,
+}  # fmt: skip
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", all_levers=True),
     "mistral": Family("Mistral", _defaults(8), all_levers=True),
@@ -114,9 +122,29 @@ FAMILIES: dict[str, Family] = {
             8, n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1,
             first_k_dense_replace=1, partial_rotary_factor=0.5, use_qk_norm=False,
         ),
-        ("attention_bias", False, ""), qk_norm="head", joins_rotated=True, experts="sigmoid", wide_routing=True,
-        plain=_PLAIN_EXPERTS,
+        ("attention_bias", False, ""), qk_norm="head", joins_rotated=True, experts="sigmoid", plain=_PLAIN_EXPERTS,
     ),
+    "dots1": Family(
+        "Dots1", _defaults(32), _BIASES, qk_norm="head", full_every=1, experts="sigmoid",
+        plain={**_PLAIN_EXPERTS, "sliding_window": None},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3",
+        _LATENT | _defaults(
+            n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
+            first_k_dense_replace=3,
+        ),
+        _BIASES, experts="sigmoid", plain=_PLAIN_EXPERTS,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLite",
+        _LATENT | _defaults(
+            q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
+            moe_intermediate_size=1536, n_shared_experts=1, first_k_dense_replace=1,
+        ),
+        _BIASES, experts="sigmoid", plain={**_PLAIN_EXPERTS, "first_k_dense_replace": 1},
+    ),
+    "youtu": Family("Youtu", _LATENT | {"tie_word_embeddings": True}, _BIASES),
     "gpt_oss": Family(
         "GptOss", _defaults(8, 64, attention_bias=True, num_local_experts=128, num_experts_per_tok=4), wide_norm=True,
         half_tables=True, sinks=True, full_every=2, always_two_masks=True, experts="softmax last",
@@ -124,7 +152,10 @@ FAMILIES: dict[str, Family] = {
         varlen_limit=_SCORES.format("s_aux"),
     ),
 }  # fmt: skip
-COMPOSITES = {"gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
+COMPOSITES = {
+    "gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+}  # fmt: skip
 """Classes of composite models whose text part, of a family, is ``model.language_model`` beside their towers."""
 
 
@@ -211,6 +242,8 @@ def text_part(config: Mapping[str, Any], source: str) -> Model | None:
     text, architecture = config.get("text_config"), COMPOSITES.get(config["model_type"])
     if architecture is None or not isinstance(text, Mapping):
         return None
+    if (config["model_type"], text.get("model_type")) == ("kimi_k25", "kimi_k2"):
+        text = {**text, "model_type": "deepseek_v3"}  # as transformers does
     family = family_of(text)
     if family is None or not gives_sizes(family, text):
         return None
@@ -225,8 +258,13 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     sizes = [values.get(field) for field in SIZE_FIELDS] + [values[one] for one in OPTIONAL_SIZES if one in values]
     if family.experts:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
-    possible = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
-    return possible and values["num_hidden_layers"] <= MOST_LAYERS
+    if family.experts == "sigmoid":
+        sizes.append(values.get("n_shared_experts"))
+    sizes += [values[name] for name in latent_attention.SIZES if name in family.defaults]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        return False
+    layers, kinds = values["num_hidden_layers"], values.get("mlp_layer_types")
+    return layers <= MOST_LAYERS and kinds in (None, ["dense", *["sparse"] * (layers - 1)])
 
 
 def _count(values: Mapping[str, Any]) -> Any:
@@ -244,6 +282,7 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
     width = values.get("head_dim") or values["hidden_size"] // heads
     share = {**values, **(rotary if isinstance(rotary, Mapping) else {})}.get("partial_rotary_factor", 1)
     style = {one.name: getattr(family, one.name) for one in fields(Style)}
+    latent = latent_attention.read(values, config) if "kv_lora_rank" in family.defaults else None
     if not values.get("use_qk_norm", True):
         style["qk_norm"] = "none"
     return Decoder(
@@ -251,12 +290,12 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
         h=values["hidden_size"],
         f=values[family.expert_width] if family.experts else values["intermediate_size"],
         a=heads,
-        k=values.get("num_key_value_heads") or heads,
-        d=width,
+        k=(None if latent else values.get("num_key_value_heads")) or heads,
+        d=latent.straight + latent.rotated if latent else width,
         layers=values["num_hidden_layers"],
         v=values["vocab_size"],
         root=root,
-        rotated=int(width * share),
+        rotated=latent.rotated if latent else int(width * share),
         unrotated=frozenset(_unrotated(family, config, kinds)),
         rotary_tables=len({*kinds}) if family.table_of_each_kind else 1,
         masks=2 if family.always_two_masks else len({*kinds}),
@@ -265,6 +304,7 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
         dense=values.get("first_k_dense_replace", 0),
         shared=values.get("n_shared_experts", 0) * values.get(family.expert_width, 0),
         dropout=(values.get("attention_dropout", 0.0), values.get("residual_dropout", 0.0)),
+        latent=latent,
     )
 
 
@@ -302,9 +342,16 @@ def _block_tensors(
 ) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
     q, kv = shape.a * shape.d, shape.k * shape.d
     biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
-    parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else {"q": q, "k": kv, "v": kv}
-    for name, rows in parts.items():
-        yield from _linear(f"self_attn.{name}_proj", rows, shape.h, biases[0])
+    if shape.latent:
+        for name, size in shape.latent.weights(shape.h, shape.a):
+            yield f"self_attn.{name}.weight", size, "linear" if len(size) == 2 else "norm"
+            if biases[0] and "_a_proj" in name:
+                yield f"self_attn.{name}.bias", size[:1], "linear"
+        q = shape.a * shape.latent.value
+    else:
+        parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else {"q": q, "k": kv, "v": kv}
+        for name, rows in parts.items():
+            yield from _linear(f"self_attn.{name}_proj", rows, shape.h, biases[0])
     yield from _linear("self_attn.o_proj", shape.h, q, biases[1])
     if shape.qk_norm != "none":
         widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)

@@ -12,6 +12,7 @@ from shardmake.config.methods import METHODS
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ModelError, nearest
 from shardmake.memory.cache import cached_helper
+from shardmake.memory.latent_attention import Latent
 
 INVENTORY = "shardmake.memory.parameter_inventory"
 Kind = Literal["linear", "embedding", "norm", "other"]
@@ -115,6 +116,12 @@ class Decoder(Style):
     shared: int = 0  # features of the experts that every token is sent to
     dropout: tuple[float, float] = (0.0, 0.0)
     """Probabilities for the scores of eager attention, and for what attention and the MLP add."""
+    latent: Latent | None = None
+
+    @property
+    def width(self) -> float:
+        """Mean width of a head of keys and of one of values."""
+        return (self.d + self.latent.value) / 2 if self.latent else self.d
 
 
 @dataclass(frozen=True)

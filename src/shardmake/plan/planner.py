@@ -1,6 +1,5 @@
 """The planner: the memory, verdict and time of each candidate of a run, in closed form or simulated."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_file_keys import estimated_values
-from shardmake.core.atomic import write_json
 from shardmake.core.nested import overlay
 from shardmake.memory import calibration, closed_form, estimate, states
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
@@ -22,7 +20,7 @@ from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import trace_all, traced_tokens
+from shardmake.memory.trace import events_of, trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.parallelism import local_model
 from shardmake.plan.resolve import ResolvedRun
@@ -84,7 +82,7 @@ class Planner:
         """Return ``choice`` with its memory from a simulated step; it is simulated once."""
         if choice not in self._candidates:
             scenario, buckets = self._parts(choice)
-            step = cache(lambda: simulate(scenario, buckets, self._once(estimate.events_of, scenario)))
+            step = cache(lambda: simulate(scenario, buckets, self._once(events_of, scenario)))
             on = partial(self._simulated, scenario, buckets, step)
             memory = on(self.settings.hardware.gpu_memory)
             found = self._candidate(choice, scenario, memory, lambda size: on(size).gpu.device, simulated=True)
@@ -112,9 +110,9 @@ class Planner:
     ) -> Candidate:
         hardware, error = self.settings.hardware, error_of(scenario)
         return Candidate(
+            **vars(judge(memory, scenario, hardware, error, device_on)),
             choice=choice,
             memory=memory,
-            verdict=judge(memory, scenario, hardware, error, device_on),
             step_seconds=step_time(scenario, hardware),
             simulated=simulated,
             is_half_precision=choice.precision != self.settings.precision,
@@ -132,7 +130,7 @@ class CachedPlanner(Planner):
             scenarios = [scenario_of(self.settings, choice) for choice in missing]
             trace_all(scenarios)
             for scenario in scenarios:
-                self._once(estimate.events_of, scenario)
+                self._once(events_of, scenario)
         cores = min(len(os.sched_getaffinity(0)), len(missing))
         if cores > 1:
             share = -(-len(missing) // cores)
@@ -147,10 +145,9 @@ class CachedPlanner(Planner):
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         path = self._path(scenario, buckets, capacity)
-        if path.is_file():
-            return estimate.from_json(json.loads(path.read_text()))
-        memory = super()._simulated(scenario, buckets, step, capacity)
-        write_json(path, memory.as_json())
+        if (memory := Estimate.read_if_exists(path)) is None:
+            memory = super()._simulated(scenario, buckets, step, capacity)
+            memory.write(path)
         return memory
 
     def _path(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Path:

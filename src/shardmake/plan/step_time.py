@@ -180,7 +180,7 @@ def _forward(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> tuple[fl
     peak = hardware.flops(scenario.precision, tf32=scenario.tf32)
     head = model.head
     matmul = peak * _MATMUL[generation] * wide * tokens / (tokens + _HALF_TOKENS[generation])
-    width = model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
+    width = model.decoder.a * model.decoder.width if model.decoder else model.hidden_size
     attention = 4 * tokens * len(model.blocks) * width * scenario.sequence_length / 2
     if _skips_nothing(scenario):
         attention *= 2
@@ -208,7 +208,7 @@ def _exchanges(scenario: Scenario, hardware: Hardware) -> float:
     if size == 1 or shape is None:
         return 0.0
     passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
-    numbers = 2 * (shape.a + shape.k) * shape.d * scenario.tokens * shape.layers * passes
+    numbers = 2 * (shape.a + shape.k) * shape.width * scenario.tokens * shape.layers * passes
     return _within_node(size, numbers * scenario.compute, hardware)
 
 

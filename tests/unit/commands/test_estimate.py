@@ -83,9 +83,9 @@ def test_every_term_is_explained(model: str, method: Method, gradient_dtype: Gra
     rows = estimate(EstimateRequest(model, method=method, gradient_dtype=gradient_dtype)).rows
     for memory in (row.memory for row in rows):
         assert set(memory.gpu.terms) <= set(GPU_TERMS)
-        assert set(memory.host) <= set(HOST_TERMS)
-        assert set(memory.nvme) <= set(NVME_TERMS)
-        assert set(memory.disk) <= set(DISK_TERMS)
+        assert set(memory.host.terms) <= set(HOST_TERMS)
+        assert set(memory.nvme.terms) <= set(NVME_TERMS)
+        assert set(memory.disk.terms) <= set(DISK_TERMS)
 
 
 @pytest.mark.parametrize("copies", [False, True])

@@ -41,6 +41,14 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     " lora with checkpointing": {"method": "lora", "checkpointing": True},
 }
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128}
+_LATENT = {
+    "num_key_value_heads": 16, "q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
+}  # fmt: skip
+_YOUTU = {"model_type": "youtu", **_LATENT}
+_EXPERTS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4} | {
+    "moe_intermediate_size": 256
+}
 _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 64, "tie_word_embeddings": False, **_WINDOWS},
     "granite": {},
@@ -59,7 +67,13 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 256, "pad_token_id": 0, "use_qk_norm": True}
     | {"num_experts_per_tok": 4},
     "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "intermediate_size": 1024},
+    "dots1": {"head_dim": 64, "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 256, "first_k_dense_replace": 1},
+    "deepseek_v3": {**_LATENT, **_EXPERTS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**_LATENT, **_EXPERTS, "q_lora_rank": None, "n_shared_experts": 2, "rope_interleave": False},
+    "youtu": {**_LATENT, "tie_word_embeddings": False},
     "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
+    "kimi_k25": {"text_config": {**SIZES, "model_type": "kimi_k2", **_LATENT, **_EXPERTS, "first_k_dense_replace": 2}},
 }
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 
@@ -92,13 +106,17 @@ CASES |= {
     "qwen2": scenario({"model_type": "qwen2"}),
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
+    "youtu eager with one sequence": scenario(_YOUTU, attention="eager", micro_batch=1),
+    "youtu qlora": scenario(_YOUTU, method="qlora", strategy="ddp"),
+    "youtu lora on the narrow rows": scenario(_YOUTU, method="lora", lora_targets=("q_a_proj", "kv_a_proj_with_mqa")),
+    "deepseek_v3 with the chunked loss": scenario({"model_type": "deepseek_v3", **_LATENT, **_EXPERTS}, loss="chunked"),
     "tied": scenario({"tie_word_embeddings": True}),
 }
 CASES |= {
     f"{kind}{name}": scenario({"model_type": kind, "num_hidden_layers": LAYERS, **_UNLIKE[kind]}, **settings)
     for kind in _UNLIKE
     for name, settings in _SETTINGS.items()
-    if kind not in FAMILIES or not FAMILIES[kind].experts or "method" not in settings  # which is traced
+    if "method" not in settings or not (kind == "kimi_k25" or (kind in FAMILIES and FAMILIES[kind].experts))  # traced
     if kind not in FAMILIES or settings.get("attention", "flash") in FAMILIES[kind].kernels
 }
 

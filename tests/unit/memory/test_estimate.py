@@ -10,9 +10,10 @@ from shardmake.core.units import GIB
 from shardmake.doctor.gpu_report import GpuReport
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import estimate_closed_form, events_of, gpu_memory, outside
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory, outside
 from shardmake.memory.model import selected_experts, with_experts
 from shardmake.memory.read_config import from_config
+from shardmake.memory.trace import events_of
 from tests.unit.memory.llama_8b import BUCKETS, LLAMA_8B, scenario
 from tools.gpu_page import RESULTS
 

@@ -19,10 +19,11 @@ from shardmake.memory import closed_form, trace
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import weight_bytes
-from shardmake.memory.estimate import estimate_closed_form, events_of, simulate
+from shardmake.memory.estimate import estimate_closed_form, simulate
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
+from shardmake.memory.trace import events_of
 from tests.unit.memory.llama_8b import scenario
 from tests.unit.memory.test_every_model_type import in_this_process
 

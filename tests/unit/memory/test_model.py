@@ -12,6 +12,10 @@ from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
 
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 VARIANTS = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -38,7 +42,16 @@ VARIANTS = [
     {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
     {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32, "use_qk_norm": True},
     {"model_type": "gpt_oss", "num_local_experts": 4},
+    {"model_type": "dots1", "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "attention_bias": True},
+    {"model_type": "deepseek_v3", **LATENT, "attention_bias": True, "first_k_dense_replace": 1},
+    {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "n_shared_experts": 2, "head_dim": 48},
+    {"model_type": "glm4_moe_lite", **LATENT, "hidden_size": 66},
+    {"model_type": "glm4_moe_lite", **LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    {"model_type": "youtu", **LATENT, "attention_bias": True},
+    {"model_type": "youtu", "num_key_value_heads": 4, "q_lora_rank": None, "tie_word_embeddings": False},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES}},
+    {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2", **SIZES, **LATENT}},
     {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SIZES}, "tie_word_embeddings": False},
 ]
 

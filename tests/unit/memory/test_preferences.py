@@ -13,9 +13,10 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import profile
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import GpuMemory, estimate_closed_form, gpu_memory
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
+from shardmake.run.plan import GpuEstimate
 from tests.unit.memory.test_decoder import SETTINGS, agree, gradients, saved, scenario
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -137,7 +138,7 @@ def test_every_strategy_has_an_estimate_of_the_reference(strategy: Any) -> None:
     assert ("gathered reference" in plans_enough(case).terms) == case.spec.is_fsdp
 
 
-def plans_enough(case: Scenario) -> GpuMemory:
+def plans_enough(case: Scenario) -> GpuEstimate:
     """Return the memory in closed form; fail if it is less than that of the simulated step."""
     planned = estimate_closed_form(case, Buckets(4096), profile(case)).gpu
     assert planned.allocated >= 0.97 * gpu_memory(case, Buckets(4096), micro_step(case)).allocated

@@ -104,8 +104,11 @@ def answer(config: dict[str, Any], targets: str | list[str] | None = None, metho
 @pytest.mark.parametrize("family", [*FAMILIES, *COMPOSITES])
 def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str) -> None:
     config = {**SIZES, "head_dim": 8, "pad_token_id": 0, "logits_scaling": 8.0, "model_type": family}
+    if family in ("dots1", "kimi_k25") or FAMILIES.get(family, FAMILIES["llama"]).is_latent:
+        config |= {**DEEPSEEK, "n_shared_experts": 1, "num_experts_per_tok": 2, "model_type": family}
     if family in COMPOSITES:
-        text = {**config, "model_type": {"gemma3": "gemma3_text"}.get(family, "mistral")}
+        types = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3"}
+        text = {**config, "model_type": types.get(family, "mistral")}
         config = {"model_type": family, "text_config": text, "vision_config": {"num_hidden_layers": 1}}
     model = from_config(config, source="config.json")
     assert model.decoder is not None
