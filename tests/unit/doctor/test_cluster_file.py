@@ -118,12 +118,6 @@ def test_no_file_is_written_with_a_guessed_gpu(by_hand: Cluster | None, facts: N
     assert text == "" and found.verdict is Verdict.NOT_CHECKED and words in found.found
 
 
-def test_an_unknown_gpu_keeps_the_accelerator_that_a_person_chose() -> None:
-    by_hand = make_cluster(accelerator="l40s")
-    text, findings = compose(make_request(by_hand, 1, build_kernels=False), reports(UNKNOWN), drafted=False)
-    assert "accelerator: l40s" in text and "gpu_memory_gib: 80.0" in text and findings == []
-
-
 def test_a_cluster_file_keeps_what_a_person_wrote(tmp_path: Path) -> None:
     by_hand = make_cluster(
         executor="slurm", accelerator="a100-80gb", network_interface="ib1", hang_seconds=900,
@@ -138,7 +132,10 @@ def test_a_cluster_file_keeps_what_a_person_wrote(tmp_path: Path) -> None:
     assert cluster.slurm == by_hand.slurm and cluster.nvme_path == by_hand.nvme_path
 
 
-def test_a_cpu_cluster_keeps_its_accelerator(tmp_path: Path) -> None:
+def test_a_cpu_cluster_and_an_unknown_gpu_keep_the_accelerator_that_a_person_chose(tmp_path: Path) -> None:
+    by_hand = make_cluster(accelerator="l40s")
+    text, findings = compose(make_request(by_hand, 1, build_kernels=False), reports(UNKNOWN), drafted=False)
+    assert "accelerator: l40s" in text and "gpu_memory_gib: 80.0" in text and findings == []
     cluster, text = written(tmp_path, make_cluster(), NodeFacts(intra_gbps=0.7), drafted=False)
     assert cluster.accelerator == "cpu" and cluster.gpu_memory_gib is None
     assert cluster.intra_node_gbps == 1.0 and "0.7 GB/s" in text

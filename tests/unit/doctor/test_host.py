@@ -47,10 +47,13 @@ def test_environment_and_versions() -> None:
     assert found.verdict is STOPS and "on the login node" in found.found
 
 
-def test_fewer_cores_than_requested_are_a_warning() -> None:
-    assert host.check_size(1).verdict is OK
+def test_cores_the_hubs_cache_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     found = host.check_size(100_000)
     assert found.verdict is WARNING and "100000 cores were requested" in found.found
+    assert host.check_size(1).verdict is host.check_cache_readable(str(tmp_path)).verdict is OK
+    assert host.check_cache_readable(str(tmp_path / "new")).verdict is NOT_CHECKED
+    assert host.check_writable(tmp_path).verdict is OK
+    assert host.check_writable(tmp_path / "missing").verdict is STOPS
 
 
 def test_a_scratch_folder_must_hold_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +85,6 @@ def test_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "writable_nvme", lambda: {"/local": 3000.0})
     (unused,) = host.check_nvme(None)
     assert unused.verdict is NOT_CHECKED and "/local (3000 GiB free)" in unused.found
-
-
-def test_the_hubs_cache_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    assert host.check_cache_readable(str(tmp_path)).verdict is OK
-    assert host.check_cache_readable(str(tmp_path / "new")).verdict is NOT_CHECKED
-    assert host.check_writable(tmp_path).verdict is OK
-    assert host.check_writable(tmp_path / "missing").verdict is STOPS
 
 
 class Up:

@@ -139,6 +139,11 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
 
 def test_a_stopped_or_failed_script_has_not_finished(folder: AttemptDir) -> None:
     rundir = prepared(folder.read().rundir)
+    assert user_script.newest_file(rundir) == 0
+    for second, name in ((100, "checkpoints/a"), (200, "output/b")):
+        (rundir.train / name).touch()
+        os.utime(rundir.train / name, (second, second))
+        assert user_script.newest_file(rundir) == second, "its progress is the time of the newest file"
     (rundir.script_output / "model.safetensors").touch()
     write_exits(folder, 0, 0)
     for what in (lambda: write_exits(folder, 0, 1), folder.stopped.touch, lambda: record_error(folder, 1, OSError())):
@@ -163,15 +168,6 @@ def test_files_of_other_settings_are_set_aside(tmp_path: Path, caplog: pytest.Lo
     assert (rundir.checkpoints / "step-1").exists(), "restored"
     user_script.prepare_folders(rundir, "new", {})
     assert (rundir.train / "checkpoints-of-old/step-1").exists()
-
-
-def test_progress_is_the_time_of_the_newest_file(tmp_path: Path) -> None:
-    rundir = prepared(RunDir(tmp_path / "lab"))
-    assert user_script.newest_file(rundir) == 0
-    for second, name in ((100, "checkpoints/a"), (200, "output/b")):
-        (rundir.train / name).touch()
-        os.utime(rundir.train / name, (second, second))
-        assert user_script.newest_file(rundir) == second
 
 
 @pytest.mark.parametrize(("end", "fails"), [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(3)", True)])
