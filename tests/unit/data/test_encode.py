@@ -82,12 +82,14 @@ def test_the_completion_is_learned(template: str) -> None:
     assert found == ["<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]", "<s>2+[4</s>]"]
 
 
-@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
-def test_a_message_with_weight_0_is_not_learned(template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "key"), [(MARKED, "weight"), (PLAIN, "weight"), (PLAIN, "train"), (PLAIN, "loss")]
+)
+def test_a_message_with_weight_0_is_not_learned(template: str, key: str) -> None:
     tokenizer = make_tokenizer(template)
     messages: list[dict[str, Any]] = [dict(message) for message in chat("u:a", "a:b", "u:c", "a:d", "u:e", "a:f")]
     for at, weight in ((1, 0), (2, 0), (3, 1)):
-        messages[at]["weight"] = weight
+        messages[at][key] = weight if key == "weight" else bool(weight)
     found = encode(make_encoder(tokenizer, "chat"), {"messages": messages})
     expected = "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]<user>e</s><assistant>[f</s>]"
     assert shown(tokenizer, found) == expected
