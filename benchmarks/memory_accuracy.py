@@ -93,7 +93,7 @@ def evaluate(row: Row) -> Result | Omitted | PartResult:
         return Omitted(row, str(error).partition("\n")[0])
     gpu = candidate.memory.gpu
     size = gpu.device + run.other_memory if run.figure == "device" else gpu.reserved
-    return Result(row, candidate.verdict.error.name, run.figure, size / GIB, others(row), gpu.allocated / GIB)
+    return Result(row, candidate.error.name, run.figure, size / GIB, others(row), gpu.allocated / GIB)
 
 
 def others(row: Row) -> dict[str, float]:

@@ -22,11 +22,12 @@ from shardmake.config.models import Cluster, Strategy
 from shardmake.core.units import MIB
 from shardmake.memory import host, states
 from shardmake.memory.buckets import read_buckets, zero_optimization
-from shardmake.memory.estimate import events_of, simulate
+from shardmake.memory.estimate import simulate
 from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
+from shardmake.memory.trace import events_of
 from shardmake.run.plan import Choice
 
 RANKS, BATCH, LENGTH, STEPS = 2, 1, 128, 3

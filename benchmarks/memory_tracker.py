@@ -25,12 +25,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.published_models import CONFIGS
 from shardmake.core.units import GIB
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import events_of, simulate
+from shardmake.memory.estimate import simulate
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import CUBLAS
+from shardmake.memory.trace import events_of
 from shardmake.memory.tracer import materialize, prepare
 
 RANKS = 8

@@ -37,7 +37,7 @@ class ForeachMemory(DdpMemory):
 
     def step(self) -> None:  # noqa: D102
         self._make_states()
-        held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.is_fsdp else 1))
+        held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.spec.is_fsdp else 1))
         for key in self._allocate("optimizer temporaries", states.trained_bytes(self.scenario) * held):
             self.timeline.free(key)
         super().step()
@@ -178,7 +178,7 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
         self.timeline.free(whole)
         for key in single:
             self.timeline.free(key)
-        if self.scenario.offloads_parameters:
+        if self.scenario.spec.offload_param:
             self.timeline.free(part)
         elif not is_final:
             self._narrow.setdefault(unit, []).append(part)
@@ -219,10 +219,10 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
             self._gather(ROOT)
         self._gather(block)
 
-    def after_forward(self, block: int) -> None:
+    def after_forward(self, unit: Unit) -> None:
         """Reshard the layer, unless weights stay gathered during the whole step."""
-        super().after_forward(block)
-        self._drop_narrow(block)
+        super().after_forward(unit)
+        self._drop_narrow(unit)
 
     def _drop_narrow(self, unit: Unit) -> None:
         for key in self._narrow.pop(unit, []):
@@ -317,7 +317,7 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
     def _copy(self, flat: FlatWeight, part: int) -> int | None:
         """Copy a part that is offloaded to the GPU, and cast it to the type of the pass (`pre_unshard`)."""
         copied = None
-        if self.scenario.offloads_parameters:
+        if self.scenario.spec.offload_param:
             copied = self.timeline.alloc(flat.held * part, GATHERED, CAST)
         if flat.gathered == flat.held:
             return copied

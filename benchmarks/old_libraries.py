@@ -78,12 +78,12 @@ class OldScenario(Scenario):
     @property
     def frozen(self) -> int:  # noqa: D102
         widened = self.widens_frozen and self.kbit != "norms"
-        wide = self.method == "lora" and self.wide_base and not self.zero_stage
+        wide = self.method == "lora" and self.wide_base and not self.spec.zero_stage
         return 4 if widened or wide else self.compute
 
     @property
     def widens_frozen(self) -> bool:  # noqa: D102
-        return self.method_spec.in_four_bits and not self.zero_stage and self.kbit != "plain"
+        return self.method_spec.in_four_bits and not self.spec.zero_stage and self.kbit != "plain"
 
     @property
     def autocast(self) -> bool:  # noqa: D102
@@ -91,7 +91,7 @@ class OldScenario(Scenario):
 
     @property
     def adapter_compute(self) -> Precision:  # noqa: D102
-        return super().adapter_compute if self.mixed or self.zero_stage else self.adapter_weights
+        return super().adapter_compute if self.mixed or self.spec.zero_stage else self.adapter_weights
 
     @property
     def expands_keys(self) -> bool:  # noqa: D102
@@ -106,7 +106,7 @@ class OldScenario(Scenario):
     @property
     def recomputes_units(self) -> bool:
         """True if whole units of FSDP1 are recomputed, each gathered when its turn comes and none ahead."""
-        return self.is_fsdp and self.is_reentrant and self.checkpointing and self.checkpoint == "around"
+        return self.spec.is_fsdp and self.is_reentrant and self.checkpointing and self.checkpoint == "around"
 
 
 def estimate(request: EstimateRequest, libraries: Mapping[str, Any]) -> Candidate:
@@ -130,7 +130,7 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
         return OldScenario(**{**vars(scenario_of(*arguments)), **libraries})
 
     def old_memory(scenario: OldScenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
-        if scenario.is_fsdp and scenario.transformers_4:
+        if scenario.spec.is_fsdp and scenario.transformers_4:
             return Fsdp1Memory(scenario, buckets, timeline)
         if scenario.keeps_last_output:
             return LoopMemory(scenario, buckets, timeline)
@@ -145,7 +145,7 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
         for module, name, new in (
             (planner, "scenario_of", old_scenario),
             (memory_estimate, "rank_memory", old_memory),
-            (memory_estimate, "micro_step", micro_step),
+            (trace, "micro_step", micro_step),
             (states, "SCALE_BYTES", 4 / 64 if libraries.get("single_quantization") else states.SCALE_BYTES),
             (trace, "_request", old_request),
             (trace, "run_helper", _run_tracer),

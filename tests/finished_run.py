@@ -177,7 +177,7 @@ SETTINGS = TrainingSettings(
     ),
     loss="plain",
     checkpoints=training_settings.CheckpointSettings(
-        retention=training_settings.RetentionSettings(keep=2, best=False, every_steps=None), mtbf_seconds=None
+        retention=training_settings.Retention(), mtbf_seconds=None
     ),
     program=training_settings.TrainerProgram(),
 )  # fmt: skip

@@ -117,7 +117,7 @@ def _data_speed() -> str:
 
 
 def _step_time() -> str:
-    row = r"^{}, all +(\d+) .* ([\d.]+)% +\S+ +\S+$"
+    row = r"^{}, all +(\d+) .* ([\d.]+)% +\S+$"
     ((held_out, error),) = re.findall(row.format("held out"), _text("step_time_accuracy.txt"), re.MULTILINE)
     ((fitted, of_fitted),) = re.findall(row.format("mosaicml"), _text("step_time_accuracy.txt"), re.MULTILINE)
     return f"{held_out} published rows without ZeRO, LoRA or offload | median error {error} %; {of_fitted} % for {fitted} rows"

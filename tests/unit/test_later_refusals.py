@@ -61,7 +61,7 @@ ROWS: dict[Why | str, str] = {
         consolidate/stage.py:_convert consolidate/stage.py:final_checkpoint consolidate/stream.py
         consolidate/verify.py consolidate/writer.py evaluate/preferences.py:score_rewards
         evaluate/scores.py:means launch/attempt_end.py:apply_decision push/bundle.py:_verified_model
-        train/load_model.py:check_names train/reference.py:read_log_probs
+        train/load_model.py:check_names train/preferences.py:read_log_probs
     """,
     Why.NETWORK: """
         launch/driver_script.py launch/slurm_jobs.py push/hub.py:_explain_xet push/hub.py:_read_back

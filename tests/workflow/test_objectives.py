@@ -229,7 +229,7 @@ def test_the_plan_counts_the_tensors_of_a_rank(trainings: Trainings, tmp_path: P
     settings = resolve(run, cluster)
     scenario, buckets = scenario_of(settings, plan.choice), buckets_of(settings, plan.choice)
     expected = sum(states.resident(scenario, buckets).values()) + sum(host.offloaded(scenario, buckets).values())
-    if scenario.offloads_parameters:
+    if scenario.spec.offload_param:
         expected += states.reference_bytes(scenario)
     live = [int(file.read_text()) for file in rundir.attempts.glob("*/live-*.txt")]
     assert live == [pytest.approx(expected, rel=0.02)] * 2

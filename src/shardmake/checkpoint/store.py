@@ -10,11 +10,9 @@ at folder names alone (``get_last_checkpoint`` of transformers) therefore see co
 
 import contextlib
 import logging
-import math
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +29,13 @@ from shardmake.core import run_folder
 from shardmake.core.atomic import sealed, write_bytes, write_json
 from shardmake.core.errors import CheckpointError, LinkError
 from shardmake.core.fingerprint import FileEntry
+from shardmake.run.training_settings import Retention
 
 logger = logging.getLogger(__name__)
 
 STAGING = ".saving"
 _TAG = "latest"
 REMOVE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Retention:
-    """A retention rule: keep the newest checkpoints, the best one, and one at regular steps."""
-
-    keep: int = 2
-    """Number of newest checkpoints to keep; at least 1."""
-    best: bool = False
-    """Also keep the checkpoint with the lowest evaluation loss."""
-    every_steps: int | None = None
-    """Also keep the first checkpoint at or after every multiple of this number of steps."""
-
-    def kept(self, records: Sequence[CheckpointRecord]) -> set[int]:
-        """Return the steps of ``records`` to keep; always at least one."""
-        steps = sorted((record.step for record in records), reverse=True)
-        losses = {record.step: record.eval_loss for record in records if record.eval_loss is not None}
-        finite = [(loss, step) for step, loss in losses.items() if math.isfinite(loss)]
-        kept = set(steps[: max(1, self.keep)])
-        if self.best and finite:
-            kept.add(min(finite)[1])
-        if self.every_steps:
-            first = {step // self.every_steps: step for step in steps if step >= self.every_steps}
-            kept |= set(first.values())
-        return kept
-
-    def minimal(self) -> "Retention":
-        """Return the rule for a full disk: keep the newest checkpoint alone, and the best one if asked for."""
-        return replace(self, keep=1, every_steps=None)
 
 
 def staging_folder(folder: Path, attempt: int, start: int = 0) -> Path:
@@ -264,5 +234,5 @@ def prune(folder: Path, retention: Retention, newest_write: int | None = None) -
     The checkpoint of step ``newest_write`` stays in any case, also where checkpoints of later steps lie beside it.
     """
     found = list(committed(folder))
-    kept = retention.kept([record for record, _ in found]) | {newest_write}
+    kept = retention.kept({record.step: record.eval_loss for record, _ in found}) | {newest_write}
     return [path for record, path in found if record.step not in kept and remove(path)]

@@ -7,14 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import find_problems, is_unfinished
-from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
@@ -208,7 +207,7 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
     found = list(store.committed(rundir.checkpoints))
     retention = TrainingSettings.read(rundir.training).checkpoints.retention
     # The newest checkpoint, the best one, and those that the configuration keeps permanently.
-    kept = replace(Retention(**dict(retention)), keep=1).kept([record for record, _ in found])
+    kept = retention.model_copy(update={"keep": 1}).kept({record.step: record.eval_loss for record, _ in found})
     saves = store.checkpoints(rundir.checkpoints) if found else ()
     reasons: dict[str, Iterable[Path]] = {
         "a newer checkpoint is kept, and the model was pushed": (it for one, it in found if one.step not in kept),

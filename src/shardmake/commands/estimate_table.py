@@ -163,8 +163,8 @@ def mark(row: Candidate, choice: Candidate | None) -> str:
 
 def _cells(row: Candidate, choice: Candidate | None) -> list[str]:
     memory = row.memory
-    gpu, stored = memory.gpu, (sum(memory.nvme.values()), sum(memory.disk.values()))
-    sizes = (gpu.allocated, gpu.reserved, gpu.device, memory.host_total, *stored)
+    gpu, stored = memory.gpu, (memory.nvme.total, memory.disk.total)
+    sizes = (gpu.allocated, gpu.reserved, gpu.device, memory.host.total, *stored)
     # At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns.
     texts = [f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}" for size in sizes]
     checkpointing = "yes" if row.choice.gradient_checkpointing else "no"
@@ -178,7 +178,7 @@ def _print_terms(console: "Console", rows: Iterable[Candidate]) -> None:
             f"\n{row.choice.strategy} {checkpointing} checkpointing: the peak is in the phase {row.memory.gpu.phase!r}"
         )
         gpu, memory = dict(sorted(row.memory.gpu.terms.items(), key=lambda item: -item[1])), row.memory
-        places = {"": gpu, "host: ": memory.host, "NVMe: ": memory.nvme, "disk: ": memory.disk}
+        places = {"": gpu, "host: ": memory.host.terms, "NVMe: ": memory.nvme.terms, "disk: ": memory.disk.terms}
         for (place, terms), meaning in zip(places.items(), TERMS, strict=True):
             for term, size in terms.items():
                 console.print(f"  {size / GIB:9.3f} GiB  {place}{term}: {meaning[term]}")

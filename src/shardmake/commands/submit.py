@@ -1,6 +1,5 @@
 """``shardmake submit``: run Snakemake and the drivers in a Slurm job instead of on the login node."""
 
-import argparse
 import contextlib
 import fcntl
 import getpass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.commands.workflow import snakemake_arguments
-from shardmake.config.invocation import NOTE_VARIABLE
+from shardmake.config.invocation import NOTE_VARIABLE, config_options
 from shardmake.config.load import load_cluster, load_config
 from shardmake.config.models import Cluster, Config
 from shardmake.core.atomic import digest, write_text
@@ -132,7 +131,7 @@ def _start(words: Sequence[str], file: Path, config: Config, cluster: Cluster, r
         user=getpass.getuser(),
         runs=list(config.runs),
         config=str(file),
-        arguments=without_configuration(words),
+        arguments=config_options(words)[1],  # the merged file has the configuration
         offline=not cluster.internet_on_compute_nodes,
         lead_seconds=driver_script.lead_seconds(cluster.slurm),
     ).write(folder.workflow)
@@ -149,11 +148,3 @@ def _start(words: Sequence[str], file: Path, config: Config, cluster: Cluster, r
         "reattaches to them.",
         job, plural(len(config.runs), "run"), short_path(folder.log), job,
     )  # fmt: skip
-
-
-def without_configuration(words: Sequence[str]) -> list[str]:
-    """Return Snakemake's arguments without those of the configuration, which the merged file has."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--configfile", "--configfiles", nargs="+")
-    parser.add_argument("--config", "-C", nargs="*")
-    return parser.parse_known_args(words)[1]

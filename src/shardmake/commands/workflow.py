@@ -1,12 +1,11 @@
 """The workflow that comes with Shardmake: ``shardmake run``, and what ``snakemake`` needs in a folder."""
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from shardmake.config.invocation import refuse_config_options
+from shardmake.config.invocation import config_options, refuse_config_options
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.environment import PROJECT
 
@@ -56,15 +55,12 @@ def snakemake_arguments(words: Sequence[str], profile: str | None = None) -> lis
 
     What the folder lacks comes from the installed Shardmake.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--configfile", "--configfiles", nargs="+", default=[DEFAULT_CONFIG])
-    parser.add_argument("--profile")
-    parser.add_argument("--snakefile", "-s")
     refuse_config_options(words)
-    given = parser.parse_known_args(words)[0]
+    given = config_options(words, "--profile", "--snakefile -s")[0]
     found = [] if given.snakefile or has_workflow() else ["--snakefile", str(PROJECT / "Snakefile")]
     if not given.profile:
-        profile = profile or load_cluster(Path(load_config(*map(Path, given.configfile)).cluster)).profile
+        files = given.configfile or [DEFAULT_CONFIG]
+        profile = profile or load_cluster(Path(load_config(*map(Path, files)).cluster)).profile
         here = Path(profile).is_dir()
         found += ["--profile", profile if here else str(PROJECT / "profiles" / Path(profile).name)]
     return [*found, *words]

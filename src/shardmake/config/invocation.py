@@ -74,17 +74,26 @@ def check_config_files(arguments: Sequence[str]) -> None:
         sys.exit(f"Error: {error}")
 
 
+def config_options(
+    arguments: Sequence[str], *others: str, exit_on_error: bool = True
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return ``configfile``, ``config`` and ``others`` among Snakemake's arguments, and the arguments without them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=exit_on_error)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
+    parser.add_argument("--config", "-C", nargs="*", default=[])
+    for option in others:
+        parser.add_argument(*option.split())
+    return parser.parse_known_args(arguments)
+
+
 def refuse_config_options(arguments: Sequence[str]) -> None:
     """Raise `ConfigError` if Snakemake would end with a traceback because of ``--configfile`` or ``--config``.
 
     A file must exist, have keys and be valid YAML, and a key of the command line a section. Snakemake reads both before
     the workflow, and its own message names neither the file nor the line.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
-    parser.add_argument("--config", "-C", nargs="*", default=[])
     try:
-        options = parser.parse_known_args(arguments)[0]
+        options = config_options(arguments, exit_on_error=False)[0]
     except argparse.ArgumentError:
         return  # Snakemake reports it
     for override in options.config:

@@ -40,22 +40,13 @@ class UserFile:
         return section if isinstance(section, Mapping) else {}
 
 
-@dataclass(frozen=True)
-class UserFiles:
-    """The files that one run names."""
-
-    deepspeed: UserFile | None = None
-    accelerate: UserFile | None = None
-
-    @property
-    def found(self) -> tuple[UserFile, ...]:
-        """Return the files that there are."""
-        return tuple(file for file in (self.deepspeed, self.accelerate) if file is not None)
+UserFiles = dict[Kind, UserFile]
+"""The files that one run names."""
 
 
 def read_user_files(run: Run) -> UserFiles:
     """Return the files that ``run`` names. Raises `ConfigError` if one cannot be read or is of the other kind."""
-    return UserFiles(deepspeed=read_user_file("deepspeed", run), accelerate=read_user_file("accelerate", run))
+    return {kind: file for kind in KINDS if (file := read_user_file(kind, run))}
 
 
 def read_user_file(kind: Kind, run: Run) -> UserFile | None:

@@ -42,6 +42,10 @@ def hub_token_file() -> Path:
     return Path(os.environ.get("HF_TOKEN_PATH") or hub_cache(None) / "token").expanduser()
 
 
+UNUSED = ("boto3", "scipy", "sklearn")
+"""Packages that the libraries import for SageMaker and for losses of object detection, half a second of each rank."""
+
+
 @contextlib.contextmanager
 def hidden(*packages: str) -> Iterator[None]:
     """Let imports in a block not find ``packages``: libraries import all that they might use, which takes seconds.

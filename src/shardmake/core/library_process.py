@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.core import errors
+from shardmake.core.environment import UNUSED, hidden
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.private_names import private
@@ -34,9 +35,6 @@ _PRINTED = 4000
 
 _SECONDS, _MEMORY = 1800, 32 << 30
 """Limits of one request: the estimate of the largest known model takes a small part of both."""
-
-_OPTIONAL = ("boto3", "scipy")
-"""Packages that transformers and Accelerate import if they are installed, for what no request does (45 MiB)."""
 
 
 class LibraryProcess:
@@ -171,13 +169,9 @@ def _serve(parent: int) -> None:
 
 def _import_libraries(names: Sequence[str]) -> None:
     gc.set_threshold(100_000)  # what is imported stays
-    left_out = [name for name in _OPTIONAL if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]  # None: it is not found
-    with suppress(Exception):  # the fork repeats an import that fails, and reports its error
+    with hidden(*UNUSED), suppress(Exception):  # the fork repeats an import that fails, and reports its error
         for name in names:
             import_module(name)
-    for name in left_out:
-        sys.modules.pop(name, None)
     gc.freeze()  # a collection in a fork would copy the memory of all that is imported
 
 

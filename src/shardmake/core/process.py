@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -115,6 +116,15 @@ def end_fork(writer: int, answer: Callable[[], bytes], seconds: int, memory: int
     finally:
         sys.stdout.flush()
         os._exit(status)
+
+
+def wait_until(condition: Callable[[], object], seconds: float, longest: float = 2.0) -> bool:
+    """Return whether ``condition`` holds within ``seconds``; the pauses grow from 0.1 s to ``longest`` seconds."""
+    deadline, pause = time.monotonic() + seconds, min(0.1, longest)
+    while not (holds := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
+    return holds
 
 
 def wait_for_output(process: subprocess.Popen[str], seconds: float) -> str | None:

@@ -322,7 +322,8 @@ class ChatTemplate:
 
     def _renders(self, messages: list[dict[str, Any]], at: int = 0) -> bool:
         with suppress(BadRowError):
-            return placeholder(at) in self._render(None, messages)
+            text = self._render(None, messages)
+            return placeholder(at) in text and "'type': 'text'" not in text  # a list as Python writes it
         return False
 
     @cached_property

@@ -97,15 +97,11 @@ def _reading_errors(path: str) -> Iterator[None]:
         ) from None
 
 
-def _open_zstd(path: str) -> IO[bytes]:
-    return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), _CHUNK)
-
-
 _OPENERS: Final[Mapping[str, Callable[[str], Any]]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _open_zstd,
+    ".zst": lambda path: io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), _CHUNK),
 }
 
 

@@ -20,7 +20,9 @@ Message = Mapping[str, Any]
 _Value = TypeVar("_Value")
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold what the model thinks before it answers."""
-MESSAGE_KEYS: Final = (*REASONING_KEYS, "tool_calls", "function_call", "tool_call_id", "weight")
+_IS_LEARNED: Final = ("train", "training", "loss")
+"""Keys of Axolotl and ms-swift that are false for a message that is not learned."""
+MESSAGE_KEYS: Final = (*REASONING_KEYS, *_IS_LEARNED, "tool_calls", "function_call", "tool_call_id", "weight")
 """Keys of a message with a meaning of their own, beside its role and its text."""
 _CALL: Final = '{"function": {"name": "...", "arguments": {...}}}'
 _ROLES: Final[Mapping[str, str]] = {
@@ -62,6 +64,11 @@ class Layout:
             raise DataError(
                 f"this example has {' and '.join(media)}. Only text is trained, also of models that take images or "
                 "sounds. Remove such examples, or the column if their text stands alone."
+            )
+        if example.get("history") and self.format in ("alpaca", "prompt-completion"):
+            raise DataError(
+                "this example has earlier turns in the column history, which its answer would lack. Write the whole "
+                "conversation as messages."
             )
         missing = [self.columns[c] for c in FORMATS[self.format].required if self.columns[c] not in example]
         if missing:
@@ -185,18 +192,20 @@ class Layout:
             found["reasoning_content"] = _join(next(filter(None, thoughts)), ".reasoning_content")
         if calls:
             found["tool_calls"] = calls
-        if "weight" in rest:
-            self._check_weight(found, rest["weight"])
+        named = next((key for key in _IS_LEARNED if isinstance(rest.get(key), bool)), "weight")
+        if named in rest:
+            self._check_weight(found, rest[named], named)
+            found["weight"] = int(found.pop(named))
         return _encodable(found, "") if rest or calls else found
 
-    def _check_weight(self, message: Message, weight: Any) -> None:
+    def _check_weight(self, message: Message, weight: Any, key: str) -> None:
         """Raise `DataError` for a weight that is not followed; 0 leaves an assistant's message unlearned."""
-        if isinstance(weight, bool) or weight not in (0, 1):
-            raise DataError(f".weight is {weight!r}. Write 0 for a message that is not learned, otherwise 1.")
+        if (isinstance(weight, bool) and key == "weight") or weight not in (0, 1):
+            raise DataError(f".{key} is {weight!r}. Write 0 for a message that is not learned, otherwise 1.")
         if message["role"] != "assistant" and weight == 1:
-            raise DataError(".weight is 1, but only messages of the assistant are learned. Remove it.")
+            raise DataError(f".{key} is {weight}, but only messages of the assistant are learned. Remove it.")
         if message["role"] == "assistant" and weight == 0 and "preference" in self.format:
-            raise DataError(".weight is 0, which is for supervised fine-tuning alone. Remove it.")
+            raise DataError(f".{key} is {weight}, which is for supervised fine-tuning alone. Remove it.")
 
     def _role(self, role: Any, name: str) -> str:
         if not isinstance(role, str):

@@ -16,6 +16,7 @@ import psutil
 from shardmake.checkpoint.record import VISIBLE_SECONDS
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.environment import hub_cache, library_versions
+from shardmake.core.process import wait_until
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, MIB, format_bytes
 from shardmake.doctor.records import DoctorRequest
@@ -33,6 +34,8 @@ _MEMLOCK_ADVICE = (
     "Ask the administrators to set LimitMEMLOCK=infinity for slurmd: `srun bash -c 'ulimit -l'` must print unlimited."
 )
 _EXEC_SECONDS = 10
+_PAUSE = 0.05
+"""Seconds between two looks for a file of another node."""
 
 
 def host_checks(request: DoctorRequest, folder: Path) -> dict[str, Check]:
@@ -195,11 +198,9 @@ def check_visibility(folder: Path, node_rank: int, nodes: int, seconds: float = 
     started = time.monotonic()
     missing = [path for path in others if not path.exists()]
     (folder / f"seen-by-all-{node_rank}").write_bytes(b"x" * MIB)
-    while missing and time.monotonic() - started < seconds:
-        time.sleep(0.05)
-        missing = [path for path in missing if not (path.exists() and path.stat().st_size == MIB)]
+    came = wait_until(lambda: all(one.exists() and one.stat().st_size == MIB for one in missing), seconds, _PAUSE)
     took = time.monotonic() - started
-    if missing:
+    if not came:
         found = f"a file of another node was not visible here after {seconds:.0f} s"
         return stops("files of other nodes", found, "Work in a folder that all nodes mount, under one path.")
     if took > SLOW_SECONDS:
@@ -217,10 +218,10 @@ def check_shared_lock(folder: Path, node_rank: int, nodes: int, seconds: float =
         if node_rank == 0:
             fcntl.flock(file, fcntl.LOCK_EX)
             locked.touch()
-            if _appears(tried, seconds):
+            if wait_until(tried.exists, seconds, _PAUSE):
                 return ok("file locks of nodes", "locked here, and tried on node 1")
             return not_checked("file locks of nodes", "node 1 did not try to lock the file")
-        if not _appears(locked, seconds):
+        if not wait_until(locked.exists, seconds, _PAUSE):
             return not_checked("file locks of nodes", "node 0 did not lock the file")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,12 +231,3 @@ def check_shared_lock(folder: Path, node_rank: int, nodes: int, seconds: float =
             tried.touch()
     advice = "Start the same run from one login node only: locks do not prevent a second driver on another one."
     return warning("file locks of nodes", "a lock of node 0 does not count here", advice)
-
-
-def _appears(path: Path, seconds: float) -> bool:
-    give_up = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.05)
-    return True

@@ -13,6 +13,7 @@ from shardmake.config.slurm_options import JobKind
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import SlurmError
 from shardmake.core.log import warn_while_slow
+from shardmake.core.process import wait_until
 from shardmake.core.units import plural
 from shardmake.doctor.node import check_node, run_task
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
@@ -118,15 +119,12 @@ def collect(
     request: DoctorRequest, folder: DoctorDir, job: str, end: JobStatus, seconds: float = VISIBLE_SECONDS
 ) -> tuple[list[NodeReport], list[Finding]]:
     """Return the reports that arrive within ``seconds``, and a finding about each node without one."""
-    give_up = time.monotonic() + seconds
-    while missing := {node for node in range(request.nodes) if not folder.report(node).exists()}:
-        if time.monotonic() > give_up:
-            break
-        time.sleep(0.2)
+    wait_until(lambda: all(folder.report(node).exists() for node in range(request.nodes)), seconds, 0.2)
+    missing = [node for node in range(request.nodes) if not folder.report(node).exists()]
     reports = [NodeReport.read(folder.report(node)) for node in range(request.nodes) if node not in missing]
     if not missing:
         return reports, []
-    nodes = ", ".join(map(str, sorted(missing)))
+    nodes = ", ".join(map(str, missing))
     found = f"node {nodes} of job {job} left no report; the job ended as {end.name or 'unknown to squeue'}"
     files = sorted(folder.slurm.glob(f"{job}*.out"))
     lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]

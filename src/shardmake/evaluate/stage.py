@@ -13,7 +13,7 @@ from shardmake.config.chat_template import fix_clock
 from shardmake.config.models import Cluster, Dpo, Kto, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import write_text
-from shardmake.core.environment import hidden
+from shardmake.core.environment import UNUSED, hidden
 from shardmake.core.run_folder import unlink
 from shardmake.core.secrets import redact
 from shardmake.evaluate.assess import Assessment, EvaluationSetup, assess_with_retries, held_out_answers
@@ -42,7 +42,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     Raises `ShardmakeError` if a model cannot be loaded completely or the evaluation split has no loss tokens.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads of torch spin otherwise, half of a small model's time
-    with hidden("boto3", "scipy", "sklearn"):  # for SageMaker, and for losses of object detection
+    with hidden(*UNUSED):
         import accelerate  # noqa: F401
         import datasets  # noqa: F401
         import transformers.generation.utils  # noqa: F401

@@ -9,6 +9,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError, is_user_error
+from shardmake.core.process import wait_until
 from shardmake.core.run_folder import read_bytes, unlink
 from shardmake.core.units import format_duration
 from shardmake.launch import user_script
@@ -81,9 +82,7 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     # An earlier driver may have been killed right after it wrote this record.
     earlier = [record for record in training.attempts if record.attempt != job.attempt]
     # A network file system may need time to show what the nodes wrote; killed nodes write nothing.
-    deadline = time.monotonic() + RECORD_SECONDS * (status.name in ("COMPLETED", "FAILED"))
-    while not folder.exits() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(folder.exits, RECORD_SECONDS * (status.name in ("COMPLETED", "FAILED")), 0.2)
     is_script = training.run.script is not None
     finished = user_script.finished_outcome(training.rundir, folder, training.settings_digest) if is_script else None
     outcome = finished or classify(_collect_evidence(training, job, status))

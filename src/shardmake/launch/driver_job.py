@@ -26,6 +26,7 @@ from shardmake.config.load import load_config
 from shardmake.core.environment import OFFLINE
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.log import configure_logging
+from shardmake.core.process import wait_until
 from shardmake.launch.driver_script import (
     cancel_stage_jobs,
     jobs_of,
@@ -167,7 +168,8 @@ class DriverJob:
         while snakemake.poll() is None and not self.must_end and time.monotonic() < deadline:
             if not self.stage_jobs_left():
                 break
-            self.wait(snakemake, min(_QUEUE_SECONDS, deadline - time.monotonic()))
+            pause = min(_QUEUE_SECONDS, deadline - time.monotonic())
+            wait_until(lambda: snakemake.poll() is not None or self.must_end, pause, _POLL_SECONDS)
         unfinished = snakemake.poll() is None and self.stage_jobs_left()
         interrupted = DriverState.read(self.folder.state).interrupted + 1 if unfinished else 0
         end_snakemake(snakemake, _HASTE if unfinished else _PATIENCE)
@@ -230,12 +232,6 @@ class DriverJob:
             return bool(stage_jobs_of(self.workflow.name))
         except SlurmError:
             return True
-
-    def wait(self, snakemake: "subprocess.Popen[bytes]", seconds: float) -> None:
-        """Wait until Snakemake or this job ends, for at most ``seconds``."""
-        until = time.monotonic() + seconds
-        while snakemake.poll() is None and not self.must_end and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
 
 
 def end_snakemake(snakemake: "subprocess.Popen[bytes]", patience: float) -> None:

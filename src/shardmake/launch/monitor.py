@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from shardmake.core.process import wait_until
 from shardmake.launch.restart import end_job_without_script, record_lost_nodes, waits_for_driver
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message
@@ -97,9 +98,7 @@ def _report_progress(training: Training, progress: Progress, folder: AttemptDir,
         with contextlib.suppress(OSError):  # a shared file system may fail for a moment
             progress.poll()
             if training.rundir.train_receipt.exists() or folder.exits():
-                end = time.monotonic() + POLL_SECONDS
-                while not waits_for_driver(folder) and time.monotonic() < end:
-                    time.sleep(POLL_SECONDS / 4)
+                wait_until(lambda: waits_for_driver(folder), POLL_SECONDS, POLL_SECONDS / 4)
                 return
         time.sleep(POLL_SECONDS / 2)
 

@@ -15,12 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from shardmake.core.build_locks import build_locks
-from shardmake.core.process import wait_for_output
+from shardmake.core.process import wait_for_output, wait_until
 from shardmake.core.run_folder import make_folder, open_file, read_bytes, unlink
 from shardmake.core.units import numbered
 from shardmake.launch.flight_recorder import ANALYSIS_SECONDS, analyse_dumps, is_dumped, request_dump
@@ -52,8 +53,6 @@ _OTHER_NODES_SECONDS = 30.0
 _PUBLISHED_PER_SECOND = 10
 """Copies of heartbeats that all nodes together write, unless that makes them older than `_OLDEST_COPY`."""
 _OLDEST_COPY = 30.0
-_LONGEST_PAUSE = 2.0
-"""Seconds between two looks for files of other nodes."""
 _BUILD_LOCK = "torch/utils/file_baton.py"
 _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runtime/zero/|_engine_run_backward")
 
@@ -231,8 +230,8 @@ class Watchdog:
         for beat in beats:
             _dump_stacks(self.folder, beat)
         recorded = [beat.rank for beat in beats if beat.pid and request_dump(self.folder, pipes, beat.rank)]
-        _wait_for(lambda: all(self._read_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
-        _wait_for(lambda: all(is_dumped(self.folder, rank) for rank in recorded), _DUMP_SECONDS)
+        wait_until(lambda: all(self._read_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
+        wait_until(lambda: all(is_dumped(self.folder, rank) for rank in recorded), _DUMP_SECONDS)
         for rank in self.local_ranks:
             _flush(self.folder.stack(rank))
         pairs = zip(beats, processes, strict=True)
@@ -241,9 +240,10 @@ class Watchdog:
         NodeStates(ranks=states, build_locks=locks).write(self._states_file(self.node_rank))
         if self.missed is None:
             # Slurm ends all workers soon after the first one that ends.
-            _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS + ANALYSIS_SECONDS)
+            wait_until(self.folder.hang.exists, _OTHER_NODES_SECONDS + ANALYSIS_SECONDS)
             return
-        _wait_for(lambda: self._count_states() + self.folder.count_exits() >= self.nodes, _OTHER_NODES_SECONDS)
+        written = partial(self.folder.stacks.glob, "node-*.json")
+        wait_until(lambda: len([*written()]) + self.folder.count_exits() >= self.nodes, _OTHER_NODES_SECONDS)
         found = [self._read_states(node) for node in range(self.nodes)]
         ranks = [rank for node in found for rank in node.ranks]
         recorded_hang = analyse_dumps(self.folder)
@@ -260,9 +260,6 @@ class Watchdog:
     def _states_file(self, node_rank: int) -> Path:
         return self.folder.stacks / f"node-{node_rank}.json"
 
-    def _count_states(self) -> int:
-        return sum(1 for _ in self.folder.stacks.glob("node-*.json"))
-
     def _read_states(self, node_rank: int) -> NodeStates:
         """Return the states of a node's ranks; from its last copy of heartbeats if its worker wrote none."""
         if found := NodeStates.read_if_exists(self._states_file(node_rank)):
@@ -277,13 +274,6 @@ class Watchdog:
 def _clocks() -> tuple[float, float]:
     """Return the wall clock, which may be changed, and the monotonic clock."""
     return time.time(), time.monotonic()
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline, pause = time.monotonic() + seconds, 0.1
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
 def _process_state(pid: int) -> str:

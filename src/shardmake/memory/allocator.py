@@ -82,14 +82,12 @@ class CachingAllocator:
         """Allocate ``size`` bytes under ``key``."""
         size = rounded(size)
         small = size <= SMALL
-        pool = self._pools.get((stream, small)) or self._pool(stream, small)
+        if (pool := self._pools.get((stream, small))) is None:
+            pool = self._pools[stream, small] = _Pool(ROUND if small else SMALL + 1)
         block = pool.take_best(size) or self._segment(size, pool, small)
         if block.size - size >= pool.least_rest:
             self._split(block, size)
         self._taken[key] = block
-
-    def _pool(self, stream: int, small: bool) -> _Pool:
-        return self._pools.setdefault((stream, small), _Pool(ROUND if small else SMALL + 1))
 
     def free(self, key: int) -> None:
         """Free the block of ``key``."""

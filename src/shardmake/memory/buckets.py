@@ -69,8 +69,8 @@ def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folde
         buffers = {"buffer_count": ADAM_STATES, "pipeline_read": False, "pipeline_write": False, "fast_init": False}
         values["offload_optimizer"] = _offload(engine.offload_optimizer, cluster, nvme_folder, buffers)
     if engine.offload_param:
-        size, in_cpu = param_buffer_size(choice, model), params_in_cpu(choice, cluster)
-        buffers = {"buffer_count": 5, "buffer_size": size, "max_in_cpu": in_cpu}
+        size, most = param_buffer_size(choice, model), min(1_000_000_000, ram_share(choice, cluster) // 2)  # in 16 bits
+        buffers = {"buffer_count": 5, "buffer_size": size, "max_in_cpu": most}
         values["offload_param"] = _offload(engine.offload_param, cluster, nvme_folder, buffers)
     return values
 
@@ -115,17 +115,16 @@ def _stage3(choice: Choice, auto: Mapping[str, int], cluster: Cluster) -> dict[s
 
 
 def swapped_sub_group_size(choice: Choice, cluster: Cluster) -> int:
-    """Return the elements of one optimizer sub-group; its fp32 swap buffers take at most an eighth of the RAM.
+    """Return the elements of one optimizer sub-group, by its fp32 swap buffers.
 
     DeepSpeed holds `ADAM_STATES` buffers of one sub-group per rank. Beyond 1e8 a larger group reads no faster.
     """
-    share = ram_per_rank(choice, cluster) // 8
-    return max(1_000_000, min(100_000_000, share // (4 * ADAM_STATES)))
+    return max(1_000_000, min(100_000_000, ram_share(choice, cluster) // (4 * ADAM_STATES)))
 
 
-def ram_per_rank(choice: Choice, cluster: Cluster) -> int:
-    """Return the host RAM of a node per rank, bytes."""
-    return int(cluster.memory_gib_per_node * GIB) // choice.processes_per_node
+def ram_share(choice: Choice, cluster: Cluster) -> int:
+    """Return the bytes that a rank's swap buffers, or its parameters in RAM, take at most: an eighth of its RAM."""
+    return int(cluster.memory_gib_per_node * GIB) // choice.processes_per_node // 8
 
 
 def _offload(device: Device, cluster: Cluster, nvme_folder: str, buffers: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,11 +136,6 @@ def _offload(device: Device, cluster: Cluster, nvme_folder: str, buffers: Mappin
 def param_buffer_size(choice: Choice, model: Model) -> int:
     """Return the elements of one swap buffer, which must hold a rank's part of the largest tensor."""
     return ceil(ceil(model.largest_tensor / choice.world_size) / 4096) * 4096
-
-
-def params_in_cpu(choice: Choice, cluster: Cluster) -> int:
-    """Return the parameters kept in RAM rather than on NVMe, in 16 bits: at most an eighth of a rank's RAM."""
-    return min(1_000_000_000, ram_per_rank(choice, cluster) // 8 // 2)
 
 
 BETWEEN_NODES: Final = 50_000_000

@@ -38,9 +38,9 @@ def _versions(more: tuple[Path, ...]) -> list[str]:
     return [platform.python_version(), *libraries, text]
 
 
-def cached_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
+def cached_helper(module: str, request: Mapping[str, Any], doing: str, sources: tuple[Path, ...] = ()) -> Any:
     """Return the result of ``request`` from disk; if it is not there, run the helper first, as `run_helper` does."""
-    path = cached_path(module, request)
+    path = cached_path(module, request, sources)
     if not path.is_file():
         write_json(path, run_helper(module, request, doing))
     return json.loads(path.read_text())

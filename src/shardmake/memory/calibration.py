@@ -19,15 +19,6 @@ LARGEST = 8 << 30  # no context or communicator takes that much: another process
 
 
 @dataclass(frozen=True)
-class Observation:
-    """Peaks of one step on one GPU, in bytes, and the reserved memory that the allocator's model predicts."""
-
-    reserved: int
-    device: int
-    predicted_reserved: int
-
-
-@dataclass(frozen=True)
 class Calibration:
     """Bytes per GPU outside the allocator, and the machine that measured them."""
 
@@ -47,15 +38,16 @@ class Calibration:
 
 
 def fit(
-    observations: Sequence[Observation], nccl: int | None, occupied: int, gpu: str, host: str, day: str
+    steps: Sequence[tuple[int, int, int]], nccl: int | None, occupied: int, gpu: str, host: str, day: str
 ) -> Calibration:
     """Return the calibration from steps of different sizes; other processes held ``occupied`` bytes before.
 
+    A step is its peaks on one GPU, in bytes: reserved, of the device, and reserved as the allocator's model predicts.
     Context and pools are medians over the steps. They do not depend on the size, unlike errors of the estimate. Raises
     `ConfigError` if a result is negative or implausibly large.
     """
-    context = int(median(item.device - item.reserved for item in observations)) - occupied - (nccl or 0)
-    pools = max(0, int(median(item.reserved - item.predicted_reserved for item in observations)))
+    context = int(median(device - reserved for reserved, device, _ in steps)) - occupied - (nccl or 0)
+    pools = max(0, int(median(reserved - predicted for reserved, _, predicted in steps)))
     for name, size in (("CUDA's context", context), ("NCCL's buffers", nccl or 0)):
         if not 0 <= size < LARGEST:
             raise ConfigError(

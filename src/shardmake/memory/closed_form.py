@@ -1,22 +1,22 @@
 """The estimate in closed form, which scans many candidates in microseconds each.
 
-Two short simulated steps (or the trace) give the memory of a layer, because every phase is linear in the number of
-layers. The rest is the arithmetic of `states`. Reserved memory here is allocated memory with a planning allowance; for
-the chosen candidate, `estimate.gpu_memory` simulates the step and the allocator.
+A few short simulated steps (or the trace) give the memory of each kind of layer, because every phase is linear in the
+number of layers. The rest is the arithmetic of `states`. Reserved memory here is allocated memory with a planning
+allowance; for the chosen candidate, `estimate.gpu_memory` simulates the step and the allocator.
 """
 
+from collections import Counter
 from dataclasses import astuple, dataclass, replace
 
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import DecoderStep, micro_step
+from shardmake.memory.decoder import DecoderStep
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import EMBEDDING, HEAD, Terms, trained_units, units
-from shardmake.memory.trace import traced
+from shardmake.memory.trace import events_of
 
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
-SHORT = (2, 3)  # layers of the two short steps
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,28 @@ class Profile:
 NOTHING = Profile(0, 0, 0, 0, 0)
 
 
-def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> Profile:
-    """Return the profile of ``scenario``'s micro step, from ``known`` if it is there."""
-    key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
-    if key not in known:
-        known[key] = _measure(scenario)
-    return known[key]
-
-
-def _measure(scenario: Scenario) -> Profile:
+def profile(scenario: Scenario) -> Profile:
+    """Return the profile of ``scenario``'s micro step."""
     shape = scenario.held_model.decoder
-    if shape is None or shape.layers <= SHORT[1] + shape.dense:
-        return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
-    all_trained = replace(scenario.split, frozen_names=frozenset())  # others than the first layers may be trained
-    shorter = [replace(shape, layers=layers + shape.dense) for layers in SHORT]
-    steps = (DecoderStep(replace(scenario, split=all_trained), one).run() for one in shorter)
-    two, three = (astuple(of_events(events, one.layers)) for events, one in zip(steps, shorter, strict=True))
-    return Profile(*(a + (b - a) * (shape.layers - shorter[0].layers) for a, b in zip(two, three, strict=True)))
+    if shape is None:
+        return of_events(events_of(scenario), len(scenario.model.blocks))
+    layers = range(shape.layers)
+    kinds = [(shape.of_layers[n] if shape.of_layers else None, n in shape.unrotated, n < shape.dense) for n in layers]
+    few = sorted({*map(kinds.index, kinds), layers[-1]})
+    left = Counter(kinds[n] for n in layers if n not in few)
+    if shape.layers <= len(few) + len(left):
+        return of_events(events_of(scenario), shape.layers)
+    all_trained = replace(scenario, split=replace(scenario.split, frozen_names=frozenset()))  # others may be
+
+    def step(*more: int) -> tuple[int, ...]:
+        run = DecoderStep(all_trained, shape, layers=sorted([*few, *more])).run()
+        return astuple(of_events(run, shape.layers))
+
+    first = step()
+    grown = [
+        (count, step(next(n for n in layers if n not in few and kinds[n] == kind))) for kind, count in left.items()
+    ]
+    return Profile(*(a + sum(count * (one[i] - a) for count, one in grown) for i, a in enumerate(first)))
 
 
 def of_events(events: StepEvents, layers: int) -> Profile:
@@ -81,14 +86,16 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     whole = {"accumulated gradients": states.gradients(scenario)}
     held = whole if scenario.accumulation > 1 else {}
     # The gradient of a classifier's small head is there while all activations are, and with it ZeRO-2's part.
-    at_head = whole if scenario.zero_stage == 2 and scenario.model.is_classifier else held
+    at_head = whole if scenario.spec.zero_stage == 2 and scenario.model.is_classifier else held
     bucket = {
         "gradients before reduction": states.bucket_bytes(scenario, buckets),
         "gradients": base.get("gradients", 0) + states.added_gradients(scenario),
     }
     head, layer = ({"gathered weights": size} for size in _gathered(scenario, buckets))
     at_loss = dict(head)
-    if scenario.is_fsdp and scenario.shards > 1:  # the flat buffer of the last all-gather stays until the loss ends
+    if (
+        scenario.spec.is_fsdp and scenario.shards > 1
+    ):  # the flat buffer of the last all-gather stays until the loss ends
         at_loss["gathered weights"] += scenario.compute * units(scenario).get(HEAD, 0)
     parts = trained_units(scenario)
     first, last = (
@@ -98,9 +105,9 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
         }
         for unit in (EMBEDDING, HEAD)
     )
-    flat = {} if scenario.is_fsdp else bucket
-    overflow = 0 if scenario.offloads_optimizer else sum(states.overflow_bytes(scenario))
-    loading = states.frozen_bytes(scenario) if scenario.loads_on_gpu and scenario.gathers_parameters else 0
+    flat = {} if scenario.spec.is_fsdp else bucket
+    overflow = 0 if scenario.spec.offload_optimizer else sum(states.overflow_bytes(scenario))
+    loading = states.frozen_bytes(scenario) if scenario.loads_on_gpu and scenario.spec.gathers_parameters else 0
     return {
         "load": {"weights during loading": loading},
         "cross entropy": {**base, **held, **at_loss, "activations": activations.loss},
@@ -129,11 +136,11 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[int, int]:
     sizes = units(scenario)
     whole, head = sum(sizes.values()), sizes.get(HEAD, 0)
     layer = max((size for unit, size in sizes.items() if isinstance(unit, int)), default=0)
-    if scenario.zero_stage == 3 and (scenario.world_size > 1 or scenario.offloads_parameters):
+    if scenario.spec.zero_stage == 3 and (scenario.world_size > 1 or scenario.spec.offload_param):
         window = min(whole, buckets.stage3_max_live_parameters, buckets.stage3_max_reuse_distance // 2)
         near = max(window, head) + buckets.stage3_prefetch_bucket_size
         loss, backward = near, max(near, 2 * layer)
-    elif not scenario.is_fsdp:
+    elif not scenario.spec.is_fsdp:
         loss = backward = 0
     elif scenario.spec.reshard_after_forward:
         loss, backward = head + (2 * layer if scenario.extra_forwards else 0), head + 2 * layer

@@ -15,6 +15,7 @@ from typing import Any
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.scenario import Scenario
+from shardmake.memory.states import EMBEDDING, HEAD, Unit
 from shardmake.memory.timeline import COMPUTE, Timeline
 
 StepEvents = Sequence[Sequence[Any]]
@@ -66,13 +67,21 @@ class DdpMemory:
             self.timeline.free(self.timeline.alloc(size, term, stream))
 
     def before_forward(self, block: int) -> None:
-        """Begin a layer's forward pass."""
+        """Gather a layer for its forward pass; before the first one, use the embedding."""
+        if block == 0:
+            self._gather(EMBEDDING)
+            self.after_forward(EMBEDDING)
+        self._gather(block)
 
-    def after_forward(self, block: int) -> None:
-        """End a layer's forward pass."""
+    def after_forward(self, unit: Unit) -> None:
+        """End the forward pass of a layer or the embedding."""
 
     def before_head(self) -> None:
-        """Begin the final norm, the head and the loss."""
+        """Gather the final norm and the head, for which the loss follows."""
+        self._gather(HEAD)
+
+    def _gather(self, unit: Unit) -> None:
+        """Gather the weights of ``unit`` if ranks share them."""
 
     def before_backward(self, block: int) -> None:
         """Begin a layer's backward pass; the one of the layer after it has ended."""
@@ -106,8 +115,7 @@ class DdpMemory:
         self._allocate_briefly(states.step_temporaries(self.scenario, self.buckets), "optimizer temporaries")
 
     def _drop_gradients(self) -> None:
-        for key in self.gradients.values():
-            self.timeline.free(key)
+        self.timeline.free(*self.gradients.values())
         self.gradients.clear()
 
 

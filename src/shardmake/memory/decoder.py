@@ -4,10 +4,13 @@ It follows ``modeling_llama.py`` (and those of the other `shardmake.memory.famil
 `tests/unit/memory/test_decoder.py` compares it with a fake-tensor trace of that code.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from shardmake.config.attention import FLASH_KERNELS
 from shardmake.memory import size_tensors as ops
+from shardmake.memory.latent_attention import Turn, project
 from shardmake.memory.model import SCORE_HEAD, TRAINED_HEAD, Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import GradNode, Parameter, SizeStorage, SizeTensor, Tape, TensorEvent
@@ -19,18 +22,18 @@ def micro_step(scenario: Scenario) -> list[TensorEvent]:
     return DecoderStep(scenario, scenario.held_model.decoder).run()
 
 
-def weights_of(scenario: Scenario, layers: int) -> dict[str, Parameter]:
-    """Return the parameters by name, adapters included, as ``scenario`` trains and holds them, of its first layers."""
+def weights_of(scenario: Scenario, layers: Sequence[int]) -> dict[str, Parameter]:
+    """Return the parameters by name, adapters included, as ``scenario`` trains and holds them, of these layers."""
     method, item = scenario.method_spec, weight_bytes(scenario)
     norm = 4 if scenario.widens_frozen and scenario.autocast else item
     found = {}
-    for tensor in (one for one in scenario.held_model.tensors if one.block is None or one.block < layers):
+    for tensor in (one for one in scenario.held_model.tensors if one.block is None or one.block in layers):
         in_four_bits = method.in_four_bits and is_quantized(tensor)
         held = scenario.compute if in_four_bits else norm if tensor.kind == "norm" else item
         trained = not method.has_adapters and tensor.name not in scenario.split.frozen_names
         found[tensor.name] = Parameter(tensor.name, tensor.shape, held, trained, in_four_bits)
     item = BYTES[scenario.adapter_compute]
-    adapters = (one for one in scenario.split.adapters if one.block is None or one.block < layers)
+    adapters = (one for one in scenario.split.adapters if one.block is None or one.block in layers)
     return found | {one.name: Parameter(one.name, one.shape, item, trained=True) for one in adapters}
 
 
@@ -51,13 +54,20 @@ def layer_input(scenario: Scenario) -> int:
 
 
 class DecoderStep:
-    """The parts of the model, in the order in which transformers runs them."""
+    """The parts of the model, in the order in which transformers runs them; only some ``layers`` if they are given."""
 
-    def __init__(self, scenario: Scenario, shape: Decoder, weights: dict[str, Parameter] | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        shape: Decoder,
+        weights: dict[str, Parameter] | None = None,
+        layers: Sequence[int] = (),
+    ) -> None:
         self.scenario = scenario
-        self.shape = shape
+        self.shape = self.whole = shape
+        self.layers = layers or range(shape.layers)
         self.tokens = scenario.tokens
-        self.weights = weights or weights_of(scenario, shape.layers)
+        self.weights = weights or weights_of(scenario, self.layers)
         self.tape = Tape()
         self.tape.autocast = scenario.compute if scenario.autocast else None
         self.embedding = f"{shape.root}.embed_tokens.weight"
@@ -73,7 +83,7 @@ class DecoderStep:
         cosine_and_sine = self._positions()
         mask = self._mask()
         hidden = self._embed()
-        for index in range(self.shape.layers):
+        for index in self.layers:
             hidden = self._layer_with_marks(hidden, index)
         hidden = self._norm(hidden, f"{self.shape.root}.norm.weight")
         loss, logits = self._loss(hidden)
@@ -97,7 +107,7 @@ class DecoderStep:
         cosine_and_sine, mask = self._positions(), self._mask()
         hidden = ops.embedding(tape, self.weights[self.embedding], self.tokens)
         hidden = ops.scale(hidden) if self.shape.scaled_embedding or self.shape.scaled_branches else hidden
-        for index in range(self.shape.layers):
+        for index in self.layers:
             tape.mark("forward", index)
             hidden = self._layer(hidden, index)
             tape.mark("forward end", index)
@@ -109,8 +119,8 @@ class DecoderStep:
     def _positions(self) -> SizeStorage:
         """Return cosine and sine of the rotary embedding, which the products save; one copy for all sequences."""
         item = 4 if self.shape.wide_rotary else weight_bytes(self.scenario)
-        width = self.shape.rotated // (2 if self.shape.half_tables else 1)
-        return SizeStorage(self.tape, self.shape.rotary_tables * 2 * self.scenario.row_tokens * width * item)
+        width = self.shape.table_width // (2 if self.shape.half_tables else 1)
+        return SizeStorage(self.tape, 2 * self.scenario.row_tokens * width * item)
 
     def _mask(self) -> SizeStorage | None:
         """Return the mask that all layers share: boolean for SDPA, in the compute type for eager attention."""
@@ -175,7 +185,8 @@ class DecoderStep:
 
     def _layer(self, hidden: SizeTensor, index: int, stops_early: bool = False) -> SizeTensor:
         """Run a layer; a recomputation stops when everything is saved, before the last product and sum."""
-        prefix, made = f"{self.shape.root}.layers.{index}", not stops_early
+        self.shape = self.whole.of_layers[index] if self.whole.of_layers else self.whole
+        prefix, made = f"{self.shape.root}.layers.{index}", not stops_early or self.shape.layer_scalar
         names = [name and f"{prefix}.{name}.weight" for name in self.shape.norms]
         attended = self._attention(self._norm(hidden, names[0]), f"{prefix}.self_attn", index)
         attended = self._scaled(self._norm(attended, names[1]))
@@ -186,7 +197,8 @@ class DecoderStep:
         fed = feed(normed, f"{prefix}.mlp", made or bool(names[3]))
         del normed
         fed = self._scaled(self._norm(fed, names[3], made), made)
-        return ops.add(hidden, fed, made=made)
+        out = ops.add(hidden, fed, made=made)
+        return ops.scale_in_place(out) if self.shape.layer_scalar else out
 
     def _scaled(self, branch: SizeTensor, made: bool = True) -> SizeTensor:
         return ops.scale(branch, made=made) if self.shape.scaled_branches else branch
@@ -195,33 +207,41 @@ class DecoderStep:
         """Run the norm ``name``; return ``hidden`` if the name is empty."""
         return self._rms_norm(hidden, self.weights[name], self.tokens, made) if name else hidden
 
-    def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int, made: bool = True) -> SizeTensor:
+    def _rms_norm(self, hidden: SizeTensor, weight: Parameter | None, rows: int, made: bool = True) -> SizeTensor:
         """Run transformers' RMSNorm, which computes in fp32 on an fp32 copy of the input."""
-        if self.fused_layers:
+        if self.fused_layers and weight:
             return ops.fused_norm(hidden, weight, rows)
         wide = ops.cast(hidden, 4)
-        factors = ops.row_rsqrt(ops.resized(ops.square(wide), rows))
+        factors = ops.row_rsqrt(ops.resized(ops.square(wide), rows), saves_sum=self.shape.value_norm)
         normed = ops.scale_rows(wide, factors)
         del wide, factors
+        if weight is None:
+            return ops.cast(normed, hidden.item, made)
         if self.shape.wide_norm:
             return ops.cast(ops.scale_columns(normed, replace(weight, item=4), made), hidden.item, made)
         return ops.scale_columns(ops.cast(normed, hidden.item), weight, made)
 
     def _attention(self, hidden: SizeTensor, prefix: str, index: int) -> SizeTensor:
-        shape, whole = self.shape, None
-        if "qkv" in shape.fused:
-            whole = self._linear(hidden, f"{prefix}.qkv_proj")
+        shape = self.shape
+        whole: object = None
+        if shape.latent:
+            turn: Turn = ops.turn_pairs if shape.latent.pairs else partial(self._rotary, tables=[])
+            query, key, value, whole = project(shape.latent, hidden, prefix, self._linear, self._norm, turn)
+        elif "qkv" in shape.fused:
+            whole = fused = self._linear(hidden, f"{prefix}.qkv_proj")
             query, key, value = (
-                ops.view(whole, self.tokens * heads * shape.d) for heads in (shape.a, shape.k, shape.k)
+                ops.view(fused, self.tokens * heads * shape.d) for heads in (shape.a, shape.k, shape.k)
             )
         else:
-            query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
+            query, key = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qk")
+            value = key if shape.shares_keys else self._linear(hidden, f"{prefix}.v_proj")
         del hidden
         if shape.qk_norm != "none":
             heads = (shape.a, shape.k) if shape.qk_norm == "head" else (1, 1)
             query = self._rms_norm(query, self.weights[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
             key = self._rms_norm(key, self.weights[f"{prefix}.k_norm.weight"], self.tokens * heads[1])
-        if index not in shape.unrotated:
+        value = self._rms_norm(value, None, self.tokens * shape.k) if shape.value_norm else value
+        if index not in shape.unrotated and not shape.latent:
             size = self.scenario.row_tokens * shape.rotated * (4 if shape.wide_rotary else weight_bytes(self.scenario))
             tables = [SizeStorage(self.tape, size) for _ in range(2 * shape.interleaved)]
             query, key = self._rotary(query, tables), self._rotary(key, tables)
@@ -282,6 +302,8 @@ class DecoderStep:
     def _eager(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scores = self.tokens * self.shape.a * self.scenario.sequence_length
         key, value = self._repeat(key), self._repeat(value)
+        if self.shape.latent and self.scenario.micro_batch > 1:
+            value = ops.copy(value)  # rows of several sequences that lie beside keys
         return ops.eager_attention(
             query, key, value, scores, self.tape.autocast, weight_bytes(self.scenario), softcap=self.shape.softcaps,
             sinks=self.sinks, probability=self.shape.dropout[0],
@@ -383,7 +405,7 @@ class DecoderStep:
     def _whole_logits(self, hidden: SizeTensor, head: Parameter) -> SizeTensor:
         """Return the logits of all words, of which the rows of ``head`` are this rank's."""
         logits = self._scaled(ops.linear(hidden, head))
-        for step in ops.SOFTCAP if self.shape.softcaps else ():
+        for step in ops.SOFTCAP if self.shape.caps_logits else ():
             logits = step(logits)
         if head.shape[0] == self.shape.v:
             return logits

@@ -1,63 +1,27 @@
 """The memory estimate of one candidate: GPU (the peak over phases), host RAM, NVMe and disk."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import ClassVar
 
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory, StepEvents, replay
-from shardmake.memory.decoder import micro_step
 from shardmake.memory.fsdp import Fsdp2Memory
 from shardmake.memory.scenario import Scenario
-from shardmake.memory.states import Terms
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import traced
+from shardmake.memory.trace import events_of
 from shardmake.memory.zero import Zero3Memory, Zero12Memory
+from shardmake.run.plan import GpuEstimate, PlaceEstimate
+from shardmake.run.record import RunRecord
 
 
-@dataclass(frozen=True)
-class GpuMemory:
-    """Bytes on the fullest rank: allocated tensors, the allocator's reserved memory, the device; terms of the peak.
+class Estimate(RunRecord):
+    """The memory of one candidate; host RAM and NVMe are per node, the disk is the total."""
 
-    ``wanted`` is the reserved memory on a device without a limit. If the device has less, the allocator releases
-    unused segments before it takes a new one, and ``reserved`` is its peak then.
-    """
-
-    allocated: int
-    reserved: int
-    wanted: int
-    device: int
-    phase: str
-    terms: Terms
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The memory of one candidate; ``host`` and ``nvme`` are per node, ``disk`` is the total."""
-
-    gpu: GpuMemory
-    host: Terms
-    nvme: Terms
-    disk: Terms
-
-    @property
-    def host_total(self) -> int:
-        """Host RAM of a node."""
-        return sum(self.host.values())
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the bytes, term by term."""
-        return {
-            "gpu": asdict(self.gpu),
-            "host": {"total": self.host_total, "terms": self.host},
-            "nvme": {"total": sum(self.nvme.values()), "terms": self.nvme},
-            "disk": {"total": sum(self.disk.values()), "terms": self.disk},
-        }
-
-
-def from_json(values: dict[str, Any]) -> Estimate:
-    """Return the estimate that `Estimate.as_json` wrote."""
-    return Estimate(GpuMemory(**values["gpu"]), *(values[place]["terms"] for place in ("host", "nvme", "disk")))
+    made_by: ClassVar[str] = "shardmake estimate MODEL"
+    gpu: GpuEstimate
+    host: PlaceEstimate
+    nvme: PlaceEstimate
+    disk: PlaceEstimate
 
 
 def estimate_closed_form(
@@ -69,33 +33,32 @@ def estimate_closed_form(
     terms = {term: size for term, size in by_phase[phase].items() if size}
     allocated = sum(terms.values())
     reserved = allocated if scenario.on_cpu else int(closed_form.RESERVED_SHARE * allocated)
-    figures = GpuMemory(allocated, reserved, reserved, reserved + outside(scenario), phase, terms)
-    return _estimate(scenario, buckets, figures, kept)
+    sizes = {"allocated": allocated, "reserved": reserved, "wanted": reserved, "device": reserved + outside(scenario)}
+    return whole(scenario, buckets, GpuEstimate(**sizes, phase=phase, terms=terms), kept)
 
 
-def estimate_simulated(
-    scenario: Scenario, buckets: Buckets, timeline: Timeline, kept: int = 2, capacity: int | None = None
-) -> Estimate:
-    """Return the estimate from the ``timeline`` of a simulated step and the allocator's model."""
-    return _estimate(scenario, buckets, memory_of(scenario, timeline, capacity), kept)
-
-
-def _estimate(scenario: Scenario, buckets: Buckets, figures: GpuMemory, kept: int) -> Estimate:
-    on_nodes = host.host_terms(scenario, buckets), host.nvme_bytes(scenario)
-    return Estimate(figures, *on_nodes, host.disk_terms(scenario, kept))
+def whole(scenario: Scenario, buckets: Buckets, gpu: GpuEstimate, kept: int) -> Estimate:
+    """Return the estimate with ``gpu``, and the disk for ``kept`` checkpoints."""
+    places = {
+        "host": host.host_terms(scenario, buckets),
+        "nvme": host.nvme_bytes(scenario),
+        "disk": host.disk_terms(scenario, kept),
+    }
+    return Estimate(gpu=gpu, **{name: PlaceEstimate(total=sum(t.values()), terms=t) for name, t in places.items()})
 
 
 def gpu_memory(
     scenario: Scenario, buckets: Buckets, events: StepEvents | None = None, capacity: int | None = None
-) -> GpuMemory:
+) -> GpuEstimate:
     """Return the memory of the fullest rank from a simulated step, on a device of ``capacity`` bytes."""
     return memory_of(scenario, simulate(scenario, buckets, events or events_of(scenario)), capacity)
 
 
-def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = None) -> GpuMemory:
+def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = None) -> GpuEstimate:
     """Return the memory of the fullest rank from its ``timeline``, on a device of ``capacity`` bytes.
 
-    If the tensors alone exceed the device, what the allocator would hold besides is not looked for.
+    On a smaller device than it wants, the allocator releases unused segments before it takes a new one. If the tensors
+    alone exceed the device, what it would hold besides is not looked for.
     """
     phase = timeline.highest()
     peak, beside = timeline.peaks[phase], outside(scenario)
@@ -106,12 +69,8 @@ def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = Non
         wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()
         if limit is not None and limit < wanted:
             reserved = timeline.reserved(limit)
-    return GpuMemory(peak.total, reserved, wanted, reserved + beside, phase, peak.terms)
-
-
-def events_of(scenario: Scenario) -> StepEvents:
-    """Return the events of the micro step: simulated if the family is written down, else traced."""
-    return micro_step(scenario) if scenario.model.decoder else traced(scenario)
+    sizes = {"allocated": peak.total, "reserved": reserved, "wanted": wanted, "device": reserved + beside}
+    return GpuEstimate(**sizes, phase=phase, terms=peak.terms)
 
 
 def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeline:
@@ -130,10 +89,10 @@ def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeli
 
 def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
     """Return the memory of one rank as the library of ``scenario`` shards it."""
-    if scenario.is_fsdp:
+    if scenario.spec.is_fsdp:
         return Fsdp2Memory(scenario, buckets, timeline)
     by_stage = (DdpMemory, Zero12Memory, Zero12Memory, Zero3Memory)
-    return by_stage[scenario.zero_stage](scenario, buckets, timeline)
+    return by_stage[scenario.spec.zero_stage](scenario, buckets, timeline)
 
 
 def outside(scenario: Scenario) -> int:
@@ -144,8 +103,8 @@ def outside(scenario: Scenario) -> int:
     measured, context, nccl = scenario.calibration, states.context_bytes(scenario.gpu_capability), states.NCCL
     if measured is not None:
         nccl = nccl if measured.nccl is None else measured.nccl
-        context = measured.context + (measured.pools if scenario.gathers_parameters else 0)
+        context = measured.context + (measured.pools if scenario.spec.gathers_parameters else 0)
     communicators = nccl * groups
     if not groups and scenario.checks_network:  # those of the check and of the library exist for one rank, too
-        communicators = states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.zero_stage in (1, 2) else 0)
+        communicators = states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.spec.zero_stage in (1, 2) else 0)
     return context + communicators

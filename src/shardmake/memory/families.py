@@ -10,6 +10,8 @@ from math import ceil
 from typing import Any, Literal
 
 from shardmake.config.attention import KERNELS, Attention
+from shardmake.memory import latent_attention
+from shardmake.memory.layer_sizes import LayerSizes, gemma4
 from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Decoder, Kind, Model, ParameterSpec, Style, is_head
 
 
@@ -30,6 +32,11 @@ class Family(Style):
     table_of_each_kind: bool = False
     """Layers with a window have a rotary table of their own."""
     always_two_masks: bool = False
+    layer: str = "DecoderLayer"
+    """The rest of the name of its class of layers."""
+    last_is_full: bool = False  # the last layer has no window, whatever the config lists
+    layer_sizes: LayerSizes | None = None
+    """Return the sizes with those of each layer, if they differ."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the config that make it another model if they are set, but to the value here."""
     expert_width: str = "moe_intermediate_size"
@@ -66,6 +73,13 @@ def _tied(kv_heads: int, head_dim: int | None = None, **more: Any) -> dict[str, 
     return _defaults(kv_heads, head_dim, tie_word_embeddings=True, **more)
 
 
+_BIASES = ("attention_bias", "attention_bias", "")
+_LATENT = {
+    "head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "rope_interleave": True,
+}  # fmt: skip
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", all_levers=True),
     "mistral": Family("Mistral", _defaults(8), all_levers=True),
@@ -80,6 +94,16 @@ FAMILIES: dict[str, Family] = {
         "Gemma3", _tied(4, 256, num_attention_heads=8, vocab_size=262_208, max_position_embeddings=131_072), **_GEMMA2,
         qk_norm="head", full_every=6, table_of_each_kind=True,
         plain=dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")),
+    ),
+    "gemma4_text": Family(
+        "Gemma4", _tied(
+            4, 256, num_attention_heads=8, vocab_size=262_144, max_position_embeddings=131_072, global_head_dim=512,
+            hidden_size_per_layer_input=256,
+        ),
+        ("attention_bias", "attention_bias", ""), **_GEMMA2, qk_norm="head", full_every=6, layer_sizes=gemma4,
+        value_norm=True, layer_scalar=True, layer="TextDecoderLayer", last_is_full=True,
+        plain={"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "sliding_window_pattern": 6}
+        | dict.fromkeys(("num_kv_shared_layers", "enable_moe_block", "per_layer_config")),
     ),
     "granite": Family("Granite", scaled_branches=True),
     "ministral": Family("Ministral", _defaults(8), always_two_masks=True),
@@ -114,9 +138,29 @@ FAMILIES: dict[str, Family] = {
             8, n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1,
             first_k_dense_replace=1, partial_rotary_factor=0.5, use_qk_norm=False,
         ),
-        ("attention_bias", False, ""), qk_norm="head", joins_rotated=True, experts="sigmoid", wide_routing=True,
-        plain=_PLAIN_EXPERTS,
+        ("attention_bias", False, ""), qk_norm="head", joins_rotated=True, experts="sigmoid", plain=_PLAIN_EXPERTS,
     ),
+    "dots1": Family(
+        "Dots1", _defaults(32), _BIASES, qk_norm="head", full_every=1, experts="sigmoid",
+        plain={**_PLAIN_EXPERTS, "sliding_window": None},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3",
+        _LATENT | _defaults(
+            n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
+            first_k_dense_replace=3,
+        ),
+        _BIASES, experts="sigmoid", plain=_PLAIN_EXPERTS,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLite",
+        _LATENT | _defaults(
+            q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
+            moe_intermediate_size=1536, n_shared_experts=1, first_k_dense_replace=1,
+        ),
+        _BIASES, experts="sigmoid", plain={**_PLAIN_EXPERTS, "first_k_dense_replace": 1},
+    ),
+    "youtu": Family("Youtu", _LATENT | {"tie_word_embeddings": True}, _BIASES),
     "gpt_oss": Family(
         "GptOss", _defaults(8, 64, attention_bias=True, num_local_experts=128, num_experts_per_tok=4), wide_norm=True,
         half_tables=True, sinks=True, full_every=2, always_two_masks=True, experts="softmax last",
@@ -124,11 +168,14 @@ FAMILIES: dict[str, Family] = {
         varlen_limit=_SCORES.format("s_aux"),
     ),
 }  # fmt: skip
-COMPOSITES = {"gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
+_NAMES = ("Gemma3", "Gemma4", "Kimi_K25", "Mistral3")
+COMPOSITES = {name.lower(): f"{name}ForConditionalGeneration" for name in _NAMES}
 """Classes of composite models whose text part, of a family, is ``model.language_model`` beside their towers."""
 
 
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+OPTIONAL_SIZES = (
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "global_head_dim", "num_global_key_value_heads",
+)  # fmt: skip
 MOST_LAYERS = 10_000  # each has its own weights and events
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 LISTED = ("layer_types", "no_rope_layers")
@@ -138,7 +185,8 @@ LISTED = ("layer_types", "no_rope_layers")
 def family_of(config: Mapping[str, Any]) -> Family | None:
     """Return the family of a config.json of text alone; None if it is not written down."""
     family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or any(config.get(key) and config[key] != value for key, value in family.plain.items()):
+    values = _filled(family, config) if family else {}
+    if family is None or any(values.get(key) and values[key] != value for key, value in family.plain.items()):
         return None
     listed = [config[key] for key in LISTED if config.get(key) and (family.full_every or family.rotates != "all")]
     layers = config.get("num_hidden_layers")
@@ -150,15 +198,16 @@ def written_down(family: Family, config: Mapping[str, Any], source: str, root: s
     decoder, values = _decoder(family, config, root), _filled(family, config)
     kinds = enumerate(_kinds(family, config))
     layers = [(kind, index in decoder.unrotated, index < decoder.dense) for index, kind in kinds]
-    corrections = 4 * decoder.count * (decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
-    rotary = decoder.rotary_tables * 4 * (decoder.rotated // 2) * 2  # inv_freq and its original, fp32
+    corrections = 4 * decoder.count * max(0, decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
+    rotary = 4 * (decoder.table_width // 2) * 2  # inv_freq and its original, fp32
+    scalars = 4 * decoder.layers if family.layer_scalar else 0
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
         tensors=tuple(_decoder_tensors(decoder, family, values)),
         tied=bool(values.get("tie_word_embeddings")),
-        buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + corrections,
-        block_classes=(f"{family.name}DecoderLayer",),
+        buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + scalars + corrections,
+        block_classes=(f"{family.name}{family.layer}",),
         hidden_size=decoder.h,
         vocab_size=decoder.v,
         max_positions=values.get("max_position_embeddings"),
@@ -211,6 +260,8 @@ def text_part(config: Mapping[str, Any], source: str) -> Model | None:
     text, architecture = config.get("text_config"), COMPOSITES.get(config["model_type"])
     if architecture is None or not isinstance(text, Mapping):
         return None
+    if (config["model_type"], text.get("model_type")) == ("kimi_k25", "kimi_k2"):
+        text = {**text, "model_type": "deepseek_v3"}  # as transformers does
     family = family_of(text)
     if family is None or not gives_sizes(family, text):
         return None
@@ -225,8 +276,13 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     sizes = [values.get(field) for field in SIZE_FIELDS] + [values[one] for one in OPTIONAL_SIZES if one in values]
     if family.experts:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
-    possible = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
-    return possible and values["num_hidden_layers"] <= MOST_LAYERS
+    if family.experts == "sigmoid":
+        sizes.append(values.get("n_shared_experts"))
+    sizes += [values[name] for name in ("q_lora_rank", *latent_attention.SIZES) if name in family.defaults]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        return False
+    layers, kinds = values["num_hidden_layers"], values.get("mlp_layer_types")
+    return layers <= MOST_LAYERS and kinds in (None, ["dense", *["sparse"] * (layers - 1)])
 
 
 def _count(values: Mapping[str, Any]) -> Any:
@@ -244,28 +300,34 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
     width = values.get("head_dim") or values["hidden_size"] // heads
     share = {**values, **(rotary if isinstance(rotary, Mapping) else {})}.get("partial_rotary_factor", 1)
     style = {one.name: getattr(family, one.name) for one in fields(Style)}
+    latent = latent_attention.read(values, config) if "kv_lora_rank" in family.defaults else None
+    rotated = latent.rotated if latent else int(width * share)
     if not values.get("use_qk_norm", True):
         style["qk_norm"] = "none"
-    return Decoder(
+    decoder = Decoder(
         **{**style, "all_levers": family.all_levers and root == "model"},
         h=values["hidden_size"],
         f=values[family.expert_width] if family.experts else values["intermediate_size"],
         a=heads,
-        k=values.get("num_key_value_heads") or heads,
-        d=width,
+        k=(None if latent else values.get("num_key_value_heads")) or heads,
+        d=latent.straight + latent.rotated if latent else width,
         layers=values["num_hidden_layers"],
         v=values["vocab_size"],
         root=root,
-        rotated=int(width * share),
+        rotated=rotated,
         unrotated=frozenset(_unrotated(family, config, kinds)),
-        rotary_tables=len({*kinds}) if family.table_of_each_kind else 1,
+        table_width=(latent and config.get("head_dim"))
+        or rotated * (len({*kinds}) if family.table_of_each_kind else 1),
+        caps_logits=family.softcaps,
         masks=2 if family.always_two_masks else len({*kinds}),
         count=_count(values),
         chosen=values.get("num_experts_per_tok", 0),
         dense=values.get("first_k_dense_replace", 0),
         shared=values.get("n_shared_experts", 0) * values.get(family.expert_width, 0),
         dropout=(values.get("attention_dropout", 0.0), values.get("residual_dropout", 0.0)),
+        latent=latent,
     )
+    return family.layer_sizes(decoder, values, kinds) if family.layer_sizes else decoder
 
 
 def _kinds(family: Family, config: Mapping[str, Any]) -> list[str]:
@@ -274,7 +336,8 @@ def _kinds(family: Family, config: Mapping[str, Any]) -> list[str]:
     if every and isinstance(given := config.get("sliding_window_pattern"), int):
         every = given
     default = ("sliding_attention" if every and (index + 1) % every else "full_attention" for index in range(layers))
-    return list((family.full_every and config.get("layer_types")) or default)[:layers]
+    kinds = list((family.full_every and config.get("layer_types")) or default)[:layers]
+    return [*kinds[:-1], "full_attention"] if family.last_is_full else kinds
 
 
 def _unrotated(family: Family, config: Mapping[str, Any], kinds: list[str]) -> Iterator[int]:
@@ -290,7 +353,8 @@ def _unrotated(family: Family, config: Mapping[str, Any], kinds: list[str]) -> I
 def _decoder_tensors(shape: Decoder, family: Family, values: Mapping[str, Any]) -> Iterator[ParameterSpec]:
     yield ParameterSpec(f"{shape.root}.embed_tokens.weight", (shape.v, shape.h), "embedding")
     for block in range(shape.layers):
-        for name, size, kind in _block_tensors(shape, family, values, block):
+        sizes = shape.of_layers[block] if shape.of_layers else shape
+        for name, size, kind in _block_tensors(sizes, family, values, block):
             yield ParameterSpec(f"{shape.root}.layers.{block}.{name}", size, kind, block)
     yield ParameterSpec(f"{shape.root}.norm.weight", (shape.h,), "norm")
     if not values.get("tie_word_embeddings"):
@@ -302,9 +366,17 @@ def _block_tensors(
 ) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
     q, kv = shape.a * shape.d, shape.k * shape.d
     biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
-    parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else {"q": q, "k": kv, "v": kv}
-    for name, rows in parts.items():
-        yield from _linear(f"self_attn.{name}_proj", rows, shape.h, biases[0])
+    if shape.latent:
+        for name, size in shape.latent.weights(shape.h, shape.a):
+            yield f"self_attn.{name}.weight", size, "linear" if len(size) == 2 else "norm"
+            if biases[0] and "_a_proj" in name:
+                yield f"self_attn.{name}.bias", size[:1], "linear"
+        q = shape.a * shape.latent.value
+    else:
+        parts = {"q": q, "k": kv} if shape.shares_keys else {"q": q, "k": kv, "v": kv}
+        parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else parts
+        for name, rows in parts.items():
+            yield from _linear(f"self_attn.{name}_proj", rows, shape.h, biases[0])
     yield from _linear("self_attn.o_proj", shape.h, q, biases[1])
     if shape.qk_norm != "none":
         widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)

@@ -38,22 +38,10 @@ class Fsdp2Memory(DdpMemory):
         super().load()
         self._allocate_briefly(4 * max(self.sizes.values()), "weights during loading")
 
-    def before_forward(self, block: int) -> None:
-        """Gather the layer."""
-        if block == 0:
-            self._gather(EMBEDDING)
-            if not self._keeps(EMBEDDING):
-                self._reshard(EMBEDDING)
-        self._gather(block)
-
-    def after_forward(self, block: int) -> None:
-        """Reshard the layer, unless weights stay gathered during the whole step."""
-        if not self._keeps(block):
-            self._reshard(block)
-
-    def before_head(self) -> None:
-        """Gather norm and head, which stay until their backward pass."""
-        self._gather(HEAD)
+    def after_forward(self, unit: Unit) -> None:
+        """Reshard the unit, unless weights stay gathered during the whole step, as norm and head do."""
+        if not self._keeps(unit):
+            self._reshard(unit)
 
     def start_backward(self) -> None:
         """Begin with the loss; the head has not begun.
@@ -126,8 +114,7 @@ class Fsdp2Memory(DdpMemory):
             self.timeline.free(self._flat.pop(unit))
 
     def _reshard(self, unit: Unit) -> None:
-        for key in self._live.pop(unit, []):
-            self.timeline.free(key)
+        self.timeline.free(*self._live.pop(unit, []))
 
     def _reduce(self, unit: Unit) -> None:
         """Copy a unit's gradients into the reduce-scatter's input; its output becomes fp32 gradients of the part."""
@@ -136,8 +123,7 @@ class Fsdp2Memory(DdpMemory):
         if trained and self._waiting:
             copied = self.scenario.gradient * min(trained, self._units.get(unit, 0))
             self._reducing = self.timeline.alloc(copied, "communication buffers")
-        for key in self._waiting:
-            self.timeline.free(key)
+        self.timeline.free(*self._waiting)
         self._waiting.clear()
         self._leave(unit)
         if trained:
@@ -152,7 +138,7 @@ class Fsdp2Memory(DdpMemory):
         else:
             wide = self.timeline.alloc(held * part, "gradients", REDUCTION)
             self.timeline.free(output)
-        if name in self.gradients or self.scenario.offloads_optimizer:
+        if name in self.gradients or self.scenario.spec.offload_optimizer:
             self.timeline.free(wide)
         else:
             self.gradients[name] = wide

@@ -30,7 +30,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     ranks = scenario.ranks_per_node
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
     terms |= {name: ranks * size for name, size in offloaded(scenario, buckets).items()}
-    if scenario.offloads_parameters:
+    if scenario.spec.offload_param:
         terms["reference model"] = ranks * states.reference_bytes(scenario)
     if scenario.activation_offload:
         hold = int if scenario.on_cpu else pinned
@@ -40,9 +40,9 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     steady = sum(terms.values()) - terms["processes"]
     if scenario.keeps_ready:
         terms["ready ranks"] = terms["processes"] + LAUNCHER
-    gathered, offloads = scenario.compute * scenario.model.whole_parameters, scenario.offloads_optimizer
+    gathered, offloads = scenario.compute * scenario.model.whole_parameters, scenario.spec.offload_optimizer
     peaks = {
-        "gathered weights": gathered if scenario.gathers_on_save and scenario.zero_stage == 3 else 0,
+        "gathered weights": gathered if scenario.has_script and scenario.spec.zero_stage == 3 else 0,
         "loading": max(0, _load(scenario) - steady),
         "saving": save_bytes(scenario, buckets),
         "overflow check": ranks * sum(states.overflow_bytes(scenario)) if offloads else 0,
@@ -54,7 +54,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
 
 def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     """Return the offloaded states of one rank (``stage_1_and_2.py`` and ``stage3.py``: 18 and 20 bytes per element)."""
-    if not scenario.offloads_optimizer:
+    if not scenario.spec.offload_optimizer:
         return {}
     hold = pinned if buckets.pin_memory and not scenario.on_cpu else int
     hold_parameters = pinned if buckets.pin_parameters and not scenario.on_cpu else int
@@ -74,14 +74,14 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
         "master weights": hold(4 * part),
         "gradients": hold(4 * part),
     }
-    if scenario.is_fsdp:
+    if scenario.spec.is_fsdp:
         return held
     # ZeRO-3's flat gradients; the weights on their way to the GPU under ZeRO-1 and ZeRO-2.
-    item = scenario.gradient if scenario.zero_stage == 3 else scenario.compute
+    item = scenario.gradient if scenario.spec.zero_stage == 3 else scenario.compute
     held["gradients or weights in transfer"] = hold(item * part)
-    if scenario.zero_stage < 3:
+    if scenario.spec.zero_stage < 3:
         held["largest gradient"] = hold(scenario.compute * states.largest_trained(scenario))
-    if scenario.offloads_parameters:
+    if scenario.spec.offload_param:
         held["parameters"] = hold_parameters(scenario.compute * whole)
     return held
 
@@ -92,13 +92,13 @@ def _load(scenario: Scenario) -> int:
     Weights that go to the GPU directly are in host RAM only while they are converted.
     """
     trains_all = not scenario.method_spec.has_adapters
-    held = BYTES[scenario.weights] if trains_all and scenario.zero_stage == 0 else scenario.compute
+    held = BYTES[scenario.weights] if trains_all and scenario.spec.zero_stage == 0 else scenario.compute
     if scenario.loads_on_gpu:
         threads = 1 if scenario.method_spec.in_four_bits else LOADING_THREADS
         largest = sorted((tensor.numel for tensor in scenario.model.tensors), reverse=True)[:threads]
         return scenario.ranks_per_node * (held * sum(largest) + _flattened(scenario))
     size = held * scenario.model.whole_parameters * (2 if scenario.reference_weights else 1)
-    return size if scenario.gathers_parameters else scenario.ranks_per_node * size
+    return size if scenario.spec.gathers_parameters else scenario.ranks_per_node * size
 
 
 def _flattened(scenario: Scenario) -> int:
@@ -106,7 +106,7 @@ def _flattened(scenario: Scenario) -> int:
 
     The tensors and the flat copy of them exist at once (`stage_1_and_2.py`, ``flatten_on_accelerator``).
     """
-    if scenario.zero_stage not in (1, 2) or scenario.gpu_memory is None or states.flattens_on_gpu(scenario):
+    if scenario.spec.zero_stage not in (1, 2) or scenario.gpu_memory is None or states.flattens_on_gpu(scenario):
         return 0
     return 2 * scenario.compute * scenario.split.trainable
 
@@ -121,12 +121,12 @@ def save_bytes(scenario: Scenario, buckets: Buckets) -> int:
     copies one tensor at a time.
     """
     trained = scenario.split.trainable
-    if scenario.on_cpu or scenario.is_fsdp:
+    if scenario.on_cpu or scenario.spec.is_fsdp:
         return 0
     if scenario.spec.is_ddp:
         return min(states.trained_bytes(scenario) * trained, WEIGHTS_FILE)
-    of_rank = 0 if scenario.offloads_optimizer else 4 * states.largest_group(scenario, buckets)
-    weights = 0 if scenario.zero_stage == 3 else scenario.compute * trained
+    of_rank = 0 if scenario.spec.offload_optimizer else 4 * states.largest_group(scenario, buckets)
+    weights = 0 if scenario.spec.zero_stage == 3 else scenario.compute * trained
     with_weights = scenario.tensor_parallel
     return (scenario.ranks_per_node - with_weights) * of_rank + with_weights * max(of_rank, weights)
 
@@ -162,7 +162,7 @@ def checkpoint_bytes(scenario: Scenario) -> int:
     held = states.optimizer_bytes(scenario) * trained
     if not scenario.method_spec.has_adapters:
         held += states.frozen_bytes(scenario)
-    return int((4 + (scenario.compute if scenario.zero_stage else 0)) * trained + held)
+    return int((4 + (scenario.compute if scenario.spec.zero_stage else 0)) * trained + held)
 
 
 def _part_of_checkpoint(scenario: Scenario) -> int:
@@ -174,7 +174,7 @@ def _part_of_checkpoint(scenario: Scenario) -> int:
     if scenario.spec.is_ddp:
         return whole
     trained = scenario.tensor_parallel * scenario.split.trainable
-    first = scenario.compute * trained if scenario.zero_stage in (1, 2) else 0
+    first = scenario.compute * trained if scenario.spec.zero_stage in (1, 2) else 0
     return first + ceil((whole - first) / scenario.nodes)
 
 

@@ -12,6 +12,7 @@ from shardmake.config.methods import METHODS
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ModelError, nearest
 from shardmake.memory.cache import cached_helper
+from shardmake.memory.latent_attention import Latent
 
 INVENTORY = "shardmake.memory.parameter_inventory"
 Kind = Literal["linear", "embedding", "norm", "other"]
@@ -74,9 +75,11 @@ class Style:
     scaled_branches: bool = False
     """Hidden states, what attention and the MLP add, and the logits are multiplied by numbers."""
     softcaps: bool = False
-    """Scores of eager attention and logits pass through tanh."""
+    """Scores of eager attention pass through tanh."""
     sinks: bool = False
     """Eager attention has one more score for each head."""
+    value_norm: bool = False  # values pass through a norm without a weight; norms save what they take the root of, too
+    layer_scalar: bool = False  # a number that is not trained multiplies what a layer returns, in place
     experts: Literal["", "softmax first", "softmax last", "sigmoid"] = ""
     """A mixture, and its router: a softmax of all experts, of the chosen ones after biased products, or a sigmoid."""
     wide_routing: bool = False  # the weights of the chosen experts stay in fp32
@@ -104,7 +107,12 @@ class Decoder(Style):
     """Numbers of a head that the rotary embedding turns."""
     unrotated: frozenset[int] = frozenset()
     """Layers without a rotary embedding."""
-    rotary_tables: int = 1
+    table_width: int = 0
+    """Columns of the rotary tables, one for each kind of layer if those differ."""
+    caps_logits: bool = False  # logits pass through tanh
+    shares_keys: bool = False  # the products for keys are those for values, too
+    of_layers: "tuple[Decoder, ...]" = ()
+    """The sizes of each layer, if they differ."""
     masks: int = 1
     """Masks that exist at once, one for each kind of attention."""
     count: int = 0
@@ -115,6 +123,12 @@ class Decoder(Style):
     shared: int = 0  # features of the experts that every token is sent to
     dropout: tuple[float, float] = (0.0, 0.0)
     """Probabilities for the scores of eager attention, and for what attention and the MLP add."""
+    latent: Latent | None = None
+
+    @property
+    def width(self) -> float:
+        """Mean width of a head of keys and of one of values."""
+        return (self.d + self.latent.value) / 2 if self.latent else self.d
 
 
 @dataclass(frozen=True)

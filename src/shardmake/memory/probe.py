@@ -22,7 +22,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.core.process import query_gpus
 from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.calibration import Calibration, Observation, fit
+from shardmake.memory.calibration import Calibration, fit
 from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.model import Model, split
 from shardmake.memory.read_config import from_config
@@ -47,11 +47,8 @@ def probe(model: Model) -> Calibration:
     found = _run(short, ranks)
     shape = from_config(short)
     predicted = (gpu_memory(scenario(shape, ranks, tokens), Buckets()).reserved for tokens in TOKENS)
-    observations = [
-        Observation(**step, predicted_reserved=reserved)
-        for step, reserved in zip(found["steps"], predicted, strict=True)
-    ]
-    return fit(observations, found["nccl"], occupied[0], found["gpu"], socket.gethostname(), str(date.today()))
+    steps = [(*step, reserved) for step, reserved in zip(found["steps"], predicted, strict=True)]
+    return fit(steps, found["nccl"], occupied[0], found["gpu"], socket.gethostname(), str(date.today()))
 
 
 def scenario(shape: Model, ranks: int, tokens: int) -> Scenario:
@@ -151,14 +148,15 @@ def _outside_allocator() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-def _observe(model: Any, vocabulary: int, tokens: int) -> dict[str, int]:
+def _observe(model: Any, vocabulary: int, tokens: int) -> tuple[int, int]:
+    """Return the peaks of a step in bytes: reserved, and of the device."""
     import torch
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     train(model, vocabulary, tokens, "cuda")
     reserved = torch.cuda.max_memory_reserved()
-    return {"reserved": reserved, "device": _outside_allocator() + reserved}
+    return reserved, _outside_allocator() + reserved
 
 
 def sharded(config: Mapping[str, Any], device: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.families import (
+    COMPOSITES,
     FAMILIES,
     MOST_LAYERS,
     OPTIONAL_SIZES,
@@ -175,7 +176,7 @@ def _check_types(config: Mapping[str, Any], source: str) -> None:
 
 def _is_known_to_transformers(model_type: str) -> bool:
     """Return True if transformers has the model's code itself; it then ignores code that comes with the weights."""
-    if model_type in FAMILIES:
+    if model_type in FAMILIES or model_type in COMPOSITES:
         return True
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -214,7 +215,7 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
             f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads{from_type} evenly. Use "
             "the config.json that came with the weights."
         )
-    if family and not config.get("head_dim") and config["hidden_size"] % heads:
+    if family and not (config.get("head_dim") or family.defaults.get("head_dim")) and config["hidden_size"] % heads:
         raise ModelError(
             f"{source}: hidden_size is not a multiple of {heads} num_attention_heads, and head_dim is not given."
         )

@@ -64,10 +64,9 @@ class Scenario:
     """Saves go through a scratch folder in RAM."""
     keeps_ready: bool = False
     """The ranks of the next attempt import their libraries meanwhile, for a restart in place."""
-    gathers_on_save: bool = False
-    """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
-    casts_to_fp32: bool = False
-    """A user's script may call PEFT's `prepare_model_for_kbit_training`, which casts all that is not in 4 bits."""
+    has_script: bool = False
+    """A user's script trains: it may gather the whole model of ZeRO-3 on rank 0 to save it, and may call PEFT's
+    `prepare_model_for_kbit_training`, which casts all that is not in 4 bits to fp32."""
     loads_on_gpu: bool = False
     """Each rank loads the whole model to its GPU, tensor by tensor, and not to host RAM first."""
     log_probs: bool = False
@@ -133,14 +132,14 @@ class Scenario:
     @property
     def frozen(self) -> int:
         """Bytes per element of frozen weights that are not in 4 bits; in full fine-tuning those of the trained ones."""
-        if not (self.zero_stage or self.method_spec.has_adapters):
+        if not (self.spec.zero_stage or self.method_spec.has_adapters):
             return BYTES[self.weights]
         return 4 if self.widens_frozen else self.compute
 
     @property
     def widens_frozen(self) -> bool:
         """True if weights that are not in 4 bits are cast to fp32, the norms at least; DeepSpeed casts them back."""
-        return self.casts_to_fp32 and self.method_spec.in_four_bits and not self.zero_stage
+        return self.has_script and self.method_spec.in_four_bits and not self.spec.zero_stage
 
     @property
     def gradient(self) -> int:
@@ -151,16 +150,6 @@ class Scenario:
     def widens_gradients(self) -> bool:
         """True if gradients leave the backward pass in 16 bits and are accumulated and reduced in fp32."""
         return not self.spec.is_ddp and self.gradient > self.compute
-
-    @property
-    def zero_stage(self) -> int:
-        """DeepSpeed's stage, 0 for other libraries."""
-        return self.spec.zero_stage
-
-    @property
-    def is_fsdp(self) -> bool:
-        """True if FSDP shards it."""
-        return self.spec.is_fsdp
 
     @property
     def autocast(self) -> bool:
@@ -182,18 +171,3 @@ class Scenario:
     def expands_keys(self) -> bool:
         """True if the attention kernel gets keys and values that are repeated for the heads of each group."""
         return self.attention == "sdpa" and self.masked
-
-    @property
-    def gathers_parameters(self) -> bool:
-        """True if a rank holds only its part of the weights between uses."""
-        return self.spec.gathers_parameters
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        """True if optimizer states are in host RAM or on NVMe."""
-        return self.spec.offload_optimizer is not None
-
-    @property
-    def offloads_parameters(self) -> bool:
-        """True if sharded weights are in host RAM or on NVMe."""
-        return self.spec.offload_param is not None

@@ -42,9 +42,14 @@ class Tape:
         return made
 
     def mark_gradients(self) -> None:
-        """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept."""
-        for parameter, grad in self.finished:
+        """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept.
+
+        A second gradient that was added to the first is gone by then.
+        """
+        while self.finished:
+            parameter, grad = self.finished.pop(0)
             final = _as(grad, parameter.item)
+            del grad
             if parameter.name in self.used_twice:
                 first = self.used_twice.pop(parameter.name)
                 if first is None:
@@ -52,7 +57,6 @@ class Tape:
                     continue
                 final = first
             self.mark("grad", final.storage.number, parameter.name)
-        self.finished.clear()
 
     def mark(self, *event: object) -> None:
         """Add a marker to the events."""
@@ -259,6 +263,11 @@ def scale(tensor: SizeTensor, item: int | None = None, made: bool = True, saved:
     return derive(out, [tensor], lambda grad: [_as(new(grad), source)], saved)
 
 
+def scale_in_place(tensor: SizeTensor) -> SizeTensor:
+    """Model ``x *= c`` with a buffer in fp32, whose type the product for the gradient has."""
+    return derive(_part(tensor, tensor.numel), [tensor], lambda grad: [_as(new(grad, item=4), grad.item)])
+
+
 def activation(tensor: SizeTensor, *, saves_output: bool = False) -> SizeTensor:
     """Model SiLU, GELU or tanh, which saves its input or an output of the same size."""
     out = new(tensor)
@@ -271,21 +280,21 @@ SOFTCAP: Sequence[Callable[[SizeTensor], SizeTensor]] = (scale, partial(activati
 
 def gated(both: SizeTensor) -> SizeTensor:
     """Model the product of one half of each row and the activation of the other."""
-    gate, other = halves(both)
+    gate, other = split(both)
     gate = activation(gate)
     return multiply(gate, other)
 
 
 def clamped_gated(both: SizeTensor) -> SizeTensor:
     """Model gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped halves."""
-    gate, up = halves(both)
+    gate, up = split(both)
     gate, up = activation(gate), activation(up)
     product = multiply(gate, activation(scale(gate), saves_output=True))
     return multiply(copy(up), product)
 
 
-def halves(both: SizeTensor) -> tuple[SizeTensor, SizeTensor]:
-    """Model views of both halves of each row, whose gradients are joined when both exist."""
+def split(both: SizeTensor, left: int = 1, right: int = 1) -> tuple[SizeTensor, SizeTensor]:
+    """Model views of two parts of each row, of widths in a ratio, whose gradients are joined when both exist."""
     waiting: list[SizeTensor] = []
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
@@ -296,7 +305,8 @@ def halves(both: SizeTensor) -> tuple[SizeTensor, SizeTensor]:
         waiting.clear()
         return [joined]
 
-    one, other = (derive(_part(both, both.numel // 2), [both], function) for _ in range(2))
+    numels = (both.numel * width // (left + right) for width in (left, right))
+    one, other = (derive(_part(both, numel), [both], function) for numel in numels)
     return one, other
 
 
@@ -383,11 +393,11 @@ def _third_of_three(grad: SizeTensor) -> list[SizeTensor]:
     return [third]
 
 
-def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
-    """Model ``rsqrt(x + eps)``, which saves its result; the sum is a separate tensor."""
+def row_rsqrt(tensor: SizeTensor, *, saves_sum: bool = False) -> SizeTensor:
+    """Model ``rsqrt(x + eps)``, which saves its result; the sum is a separate tensor, which ``pow`` saves instead."""
     shifted = derive(new(tensor), [tensor], lambda grad: [grad])
     out = new(tensor)
-    return derive(out, [shifted], _third_of_three, [out.storage])
+    return derive(out, [shifted], _third_of_three, [(shifted if saves_sum else out).storage])
 
 
 def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
@@ -449,6 +459,35 @@ def rotate_half(tensor: SizeTensor) -> SizeTensor:
     return derive(out, [tensor], function)
 
 
+def turn_pairs(tensor: SizeTensor) -> SizeTensor:
+    """Model ``cat(x0 cos - x1 sin, x1 cos + x0 sin)`` of neighbours; under autocast the result is fp32."""
+    item, half = 4 if tensor.tape.autocast else tensor.item, tensor.numel // 2
+    even, odd = view(tensor, half), view(tensor, half)
+    first = add(scale(even, item), scale(odd, item))
+    return join(first, add(scale(odd, item), scale(even, item)))
+
+
+def filled(*parts: SizeTensor) -> SizeTensor:
+    """Model copies of ``parts`` into an empty tensor in the type of the first; the gradient is copied for each."""
+    out = new(parts[0], sum(part.numel for part in parts))
+    for part in parts:
+        out = _copied(out, part)
+    return out
+
+
+def _copied(whole: SizeTensor, part: SizeTensor) -> SizeTensor:
+    numel, item, had_graph = part.numel, part.item, whole.node is not None
+
+    def function(grad: SizeTensor) -> list[SizeTensor]:
+        rest, own = new(grad), new(grad, numel)
+        zeros = new(own) if had_graph else None
+        to_part = _as(own, item)
+        del zeros
+        return [rest, to_part]
+
+    return derive(_part(whole, whole.numel), [whole, part], function)
+
+
 def fused_attention(
     query: SizeTensor, key: SizeTensor, value: SizeTensor, rows: int, mask: int, *, flash: bool
 ) -> SizeTensor:
@@ -458,18 +497,18 @@ def fused_attention(
     accumulator of dq and a row sum. It computes dk and dv per query head before they are summed over the group.
     """
     extra = SizeStorage(query.tape, mask * query.item) if mask else None
-    out = new(query)
+    out = new(query, query.numel * value.numel // key.numel)
     sums = SizeStorage(query.tape, 4 * rows) if query.tape.recording else None
     saved: list[object] = [query.storage, key.storage, value.storage, out.storage, extra, sums]
-    key_numel, is_grouped = key.numel, key.numel != query.numel
+    numel, key_numel, value_numel, is_grouped = query.numel, key.numel, value.numel, key.numel != query.numel
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         delta = new(grad, rows, 4)
-        to_query = new(grad)
-        accumulator = new(grad, item=4) if flash else None
-        wide_key, wide_value = new(grad), new(grad)
+        to_query = new(grad, numel)
+        accumulator = new(grad, numel, 4) if flash else None
+        wide_key, wide_value = new(grad, numel), new(grad)
         to_key = new(grad, key_numel) if is_grouped else wide_key
-        to_value = new(grad, key_numel) if is_grouped else wide_value
+        to_value = new(grad, value_numel) if is_grouped else wide_value
         del delta, accumulator, wide_key, wide_value
         return [to_query, to_key, to_value]
 
@@ -494,7 +533,7 @@ def eager_attention(
     products. With ``sinks``, the score of each head's is joined and the largest one subtracted, and the softmax is in
     the type of the scores.
     """
-    item, numel = autocast or query.item, query.numel
+    item, numel = autocast or query.item, value.numel
     narrow = cast(query, item), cast(key, item)
     del query, key
     raw = matmul(*narrow, scores)

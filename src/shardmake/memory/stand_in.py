@@ -22,7 +22,7 @@ def stand_in(scenario: Scenario) -> list[TensorEvent]:
 
 class _StandIn(DecoderStep):
     def __init__(self, scenario: Scenario, shape: Decoder) -> None:
-        weights = weights_of(scenario, shape.layers)
+        weights = weights_of(scenario, range(shape.layers))
         names = {"embedding": "model.embed_tokens.weight", "linear": "lm_head.weight", "norm": "model.norm.weight"}
         for tensor in scenario.model.tensors:
             if tensor.block is None and tensor.kind in names and len(tensor.shape) == 2 - (tensor.kind == "norm"):

@@ -42,7 +42,7 @@ def flattens_on_gpu(scenario: Scenario) -> bool:
 
     Without room for that, the flat copy is made in host RAM (``flatten_on_accelerator`` of ``stage_1_and_2.py``).
     """
-    if scenario.zero_stage not in (1, 2) or scenario.gpu_memory is None or scenario.on_cpu:
+    if scenario.spec.zero_stage not in (1, 2) or scenario.gpu_memory is None or scenario.on_cpu:
         return False
     flat = scenario.compute * scenario.split.trainable
     return flat + frozen_bytes(scenario) + flat <= scenario.gpu_memory
@@ -68,18 +68,18 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
 
     The gradients are ZeRO-3's flat buffer (``grad_partitions_flat_buffer``), the master weights DeepSpeed's fp32 copy.
     """
-    on_gpu = scenario.zero_stage and not scenario.offloads_optimizer
+    on_gpu = scenario.spec.zero_stage and not scenario.spec.offload_optimizer
     frozen_part = frozen_bytes(scenario) - scale_bytes(scenario)
-    if scenario.gathers_parameters:
+    if scenario.spec.gathers_parameters:
         frozen_part = ceil(frozen_part / scenario.shards)
     terms = {
         "weights": _weights(scenario),
-        "frozen weights": 0 if scenario.offloads_parameters else frozen_part,
+        "frozen weights": 0 if scenario.spec.offload_param else frozen_part,
         "quantization scales": scale_bytes(scenario),
-        "reference model": 0 if scenario.offloads_parameters else reference_bytes(scenario),
+        "reference model": 0 if scenario.spec.offload_param else reference_bytes(scenario),
         "gathered reference": _gathered_reference(scenario),
         "second shard of the weights": _second_shard(scenario),
-        "gradients": scenario.gradient * scenario.part if on_gpu and scenario.zero_stage == 3 else 0,
+        "gradients": scenario.gradient * scenario.part if on_gpu and scenario.spec.zero_stage == 3 else 0,
         "master weights": 4 * scenario.part if on_gpu else 0,
         "optimizer states": _optimizer(scenario),
         "model buffers": scenario.model.buffer_bytes,
@@ -96,7 +96,7 @@ def _gathered_reference(scenario: Scenario) -> int:
 
     They are norm and head, or all weights with ``reshard_after_forward: false``.
     """
-    if not (scenario.reference_weights and scenario.is_fsdp):
+    if not (scenario.reference_weights and scenario.spec.is_fsdp):
         return 0
     sizes = units(scenario)
     return scenario.compute * (sizes.get(HEAD, 0) if scenario.spec.reshard_after_forward else sum(sizes.values()))
@@ -123,8 +123,8 @@ def reference_bytes(scenario: Scenario) -> int:
     """
     if not scenario.reference_weights:
         return 0
-    held = scenario.compute if scenario.zero_stage else BYTES[scenario.weights]
-    return held * ceil(scenario.model.parameters / (scenario.shards if scenario.gathers_parameters else 1))
+    held = scenario.compute if scenario.spec.zero_stage else BYTES[scenario.weights]
+    return held * ceil(scenario.model.parameters / (scenario.shards if scenario.spec.gathers_parameters else 1))
 
 
 def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
@@ -151,14 +151,14 @@ def largest_group(scenario: Scenario, buckets: Buckets) -> int:
     ZeRO-3 adds tensors to a sub-group until it has ``sub_group_size`` elements, so that the last one can exceed it
     (`_create_fp16_sub_groups`). The order of the tensors is the optimizer's; this is the bound for any order.
     """
-    if scenario.zero_stage != 3:
+    if scenario.spec.zero_stage != 3:
         return scenario.part
     return min(scenario.part, buckets.sub_group_size - 1 + ceil(largest_trained(scenario) / scenario.shards))
 
 
 def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
     """Return the temporaries of ZeRO's optimizer step: flattened gradients of a group and their fp32 copy."""
-    if scenario.offloads_optimizer or scenario.zero_stage == 0 or keeps_flat_gradients(scenario):
+    if scenario.spec.offload_optimizer or scenario.spec.zero_stage == 0 or keeps_flat_gradients(scenario):
         return {}
     group = step_groups(scenario, buckets)[0]
     cast = {} if scenario.gradient == 4 else {"fp32 gradients": 4 * group}
@@ -170,7 +170,7 @@ def keeps_flat_gradients(scenario: Scenario) -> bool:
 
     Source: ``_build_compact_grad_partition_buffer``. The tensor is on the GPU under offload too.
     """
-    return scenario.zero_stage == 2 and scenario.widens_gradients
+    return scenario.spec.zero_stage == 2 and scenario.widens_gradients
 
 
 def reduction_bytes(scenario: Scenario, buckets: Buckets, numel: int) -> int:
@@ -179,9 +179,9 @@ def reduction_bytes(scenario: Scenario, buckets: Buckets, numel: int) -> int:
     ZeRO-2 copies each bucket (`allreduce_bucket`). ZeRO-3's bucket is in fp32 itself, so that only a gradient larger
     than the bucket is copied (`__avg_scatter_grads`).
     """
-    if not scenario.widens_gradients or scenario.is_fsdp:
+    if not scenario.widens_gradients or scenario.spec.is_fsdp:
         return 0
-    if scenario.zero_stage == 3:
+    if scenario.spec.zero_stage == 3:
         return 4 * numel if numel > buckets.reduce_bucket_size else 0
     return 4 * max(numel, buckets.reduce_bucket_size)
 
@@ -192,23 +192,23 @@ def overflow_bytes(scenario: Scenario) -> tuple[int, int]:
     ``torch.isinf`` compares absolute values, which are such a copy (`has_overflow` of ``stage3.py``). Its result has a
     byte per element. Both are where the flat gradients are: in host RAM if the states are offloaded.
     """
-    part = scenario.part if scenario.zero_stage == 3 and scenario.precision == "fp16" else 0
+    part = scenario.part if scenario.spec.zero_stage == 3 and scenario.precision == "fp16" else 0
     return scenario.gradient * part, part
 
 
 def norm_bytes(scenario: Scenario) -> int:
     """Return the bytes of the fp64 copy from which ZeRO computes a gradient's norm (`get_grad_norm_direct`)."""
-    if scenario.offloads_optimizer or scenario.zero_stage == 0:
+    if scenario.spec.offload_optimizer or scenario.spec.zero_stage == 0:
         return 0
     largest = largest_trained(scenario)
-    return 8 * (ceil(largest / scenario.shards) if scenario.zero_stage == 3 else min(largest, scenario.part))
+    return 8 * (ceil(largest / scenario.shards) if scenario.spec.zero_stage == 3 else min(largest, scenario.part))
 
 
 def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
     """Return the bytes of the fp64 copy for the norm of an offloaded gradient of ``numel`` elements."""
-    if not scenario.offloads_optimizer or not scenario.zero_stage:
+    if not scenario.spec.offload_optimizer or not scenario.spec.zero_stage:
         return 0
-    if scenario.zero_stage == 3:
+    if scenario.spec.zero_stage == 3:
         return 8 * min(ceil(numel / scenario.shards), NORM_CHUNK)
     return 8 * min(numel, scenario.part)
 
@@ -224,7 +224,7 @@ def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
     count = optimizer_spec(scenario.optimizer).temporaries
     if not (scenario.on_cpu and count):
         return products
-    largest = largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor
+    largest = largest_group(scenario, buckets) if scenario.spec.zero_stage else scenario.model.largest_tensor
     return max(products, count * 4 * largest)
 
 
@@ -235,7 +235,7 @@ def trained_bytes(scenario: Scenario) -> int:
 
 def _persistent(scenario: Scenario, buckets: Buckets) -> int:
     """Return the size of the weights below ZeRO-3's persistence threshold, which stay gathered."""
-    if scenario.zero_stage != 3 or scenario.world_size == 1:
+    if scenario.spec.zero_stage != 3 or scenario.world_size == 1:
         return 0
     limit = buckets.stage3_param_persistence_threshold
     tensors = (*scenario.model.tensors, *scenario.split.adapters)
@@ -244,10 +244,10 @@ def _persistent(scenario: Scenario, buckets: Buckets) -> int:
 
 
 def _weights(scenario: Scenario) -> int:
-    if scenario.offloads_parameters:
+    if scenario.spec.offload_param:
         return 0
-    held = scenario.compute if scenario.zero_stage else trained_bytes(scenario)
-    return held * (scenario.part if scenario.gathers_parameters else scenario.split.trainable)
+    held = scenario.compute if scenario.spec.zero_stage else trained_bytes(scenario)
+    return held * (scenario.part if scenario.spec.gathers_parameters else scenario.split.trainable)
 
 
 def scale_bytes(scenario: Scenario) -> int:
@@ -276,19 +276,19 @@ def frozen_bytes(scenario: Scenario) -> int:
 
 
 def _optimizer(scenario: Scenario) -> int:
-    if scenario.offloads_optimizer:
+    if scenario.spec.offload_optimizer:
         return 0
     held = scenario.split.trainable if scenario.spec.is_ddp else scenario.part
-    return ceil(optimizer_bytes(scenario, 4 if scenario.zero_stage else trained_bytes(scenario)) * held)
+    return ceil(optimizer_bytes(scenario, 4 if scenario.spec.zero_stage else trained_bytes(scenario)) * held)
 
 
 def _communication(scenario: Scenario, buckets: Buckets) -> int:
     """Return the size of DDP's reducer buckets (a copy of the gradients) or of ZeRO's reduction buffers."""
     if scenario.spec.is_ddp:
         return trained_bytes(scenario) * scenario.split.trainable if scenario.world_size > 1 else 0
-    if scenario.zero_stage == 3:
+    if scenario.spec.zero_stage == 3:
         return scenario.gradient * buckets.reduce_bucket_size
-    if scenario.zero_stage in (1, 2) and scenario.offloads_optimizer:
+    if scenario.spec.zero_stage in (1, 2) and scenario.spec.offload_optimizer:
         return scenario.compute * largest_trained(scenario)  # temp_grad_buffer_for_gpu_offload
     return 0
 
@@ -300,13 +300,13 @@ def largest_trained(scenario: Scenario) -> int:
 
 def gradients(scenario: Scenario) -> int:
     """Return the bytes of gradients after a backward pass, without ZeRO-3's flat buffer, which is resident."""
-    if scenario.zero_stage == 1:
+    if scenario.spec.zero_stage == 1:
         return scenario.compute * scenario.split.trainable
-    if scenario.zero_stage == 2:
+    if scenario.spec.zero_stage == 2:
         return partition_gradients(scenario)
-    if scenario.zero_stage == 3 or (scenario.is_fsdp and scenario.offloads_parameters):
+    if scenario.spec.zero_stage == 3 or (scenario.spec.is_fsdp and scenario.spec.offload_param):
         return 0
-    return trained_bytes(scenario) * (scenario.part if scenario.is_fsdp else scenario.split.trainable)
+    return trained_bytes(scenario) * (scenario.part if scenario.spec.is_fsdp else scenario.split.trainable)
 
 
 def partition_gradients(scenario: Scenario) -> int:
@@ -317,7 +317,7 @@ def partition_gradients(scenario: Scenario) -> int:
     """
     if keeps_flat_gradients(scenario):
         return scenario.gradient * scenario.part
-    return 0 if scenario.offloads_optimizer else scenario.gradient * largest_touched(scenario)
+    return 0 if scenario.spec.offload_optimizer else scenario.gradient * largest_touched(scenario)
 
 
 def added_gradients(scenario: Scenario) -> int:
@@ -325,16 +325,21 @@ def added_gradients(scenario: Scenario) -> int:
 
     Source: ``independent_gradient_partition_epilogue``, ``avg_new``.
     """
-    apart = scenario.zero_stage == 2 and scenario.accumulation > 1 and not keeps_flat_gradients(scenario)
+    apart = scenario.spec.zero_stage == 2 and scenario.accumulation > 1 and not keeps_flat_gradients(scenario)
     return partition_gradients(scenario) if apart else 0
 
 
 def largest_touched(scenario: Scenario) -> int:
     """Return the most elements of trained tensors that lie partly or as a whole in the part of one rank."""
+    return _largest_touched(scenario.model, scenario.split, scenario.method, scenario.part)
+
+
+@lru_cache(maxsize=MODELS)
+def _largest_touched(model: Model, part: Split, method: Method, size: int) -> int:
     touched: Counter[int] = Counter()
     start = 0
-    for tensor in trained_tensors(scenario):
-        ranks = range(start // scenario.part, (start + tensor.numel - 1) // scenario.part + 1)
+    for tensor in _trained(model, part, method):
+        ranks = range(start // size, (start + tensor.numel - 1) // size + 1)
         touched.update(dict.fromkeys(ranks, tensor.numel))
         start += tensor.numel
     return max(touched.values())
@@ -345,11 +350,11 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
 
     ZeRO-1/2 have buckets, ZeRO-3 a copy of its bucket (``reduce_scatter_coalesced``), FSDP reduce-scatters a layer.
     """
-    if scenario.zero_stage in (1, 2):
+    if scenario.spec.zero_stage in (1, 2):
         return (1 + buckets.overlap_comm) * scenario.compute * buckets.reduce_bucket_size
-    if scenario.zero_stage == 3:
+    if scenario.spec.zero_stage == 3:
         return scenario.gradient * min(buckets.reduce_bucket_size, scenario.split.trainable)
-    if scenario.is_fsdp and not scenario.method_spec.has_adapters:
+    if scenario.spec.is_fsdp and not scenario.method_spec.has_adapters:
         return (scenario.compute + scenario.gradient) * scenario.model.largest_block
     return 0
 

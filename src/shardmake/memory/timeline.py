@@ -60,10 +60,11 @@ class Timeline:
             self._peak, self._is_at_peak = self._total, True
         return key
 
-    def free(self, key: int) -> None:
-        """Free the memory of ``key``."""
-        self.release(key)
-        self.reuse(key)
+    def free(self, *keys: int) -> None:
+        """Free the memory of ``keys``."""
+        for key in keys:
+            self.release(key)
+            self.reuse(key)
 
     def release(self, key: int) -> None:
         """Count ``key`` as free while its memory waits for another stream to finish (`record_stream`)."""
@@ -90,11 +91,6 @@ class Timeline:
         if self._is_at_peak:
             self._peaks[self.phase] = Peak(self._total, {k: v for k, v in self._terms.items() if v})
             self._is_at_peak = False
-
-    @property
-    def allocated(self) -> int:
-        """The most bytes at once in the whole step."""
-        return max(peak.total for peak in self.peaks.values())
 
     def highest(self) -> str:
         """Return the phase of the peak."""

@@ -17,7 +17,7 @@ from typing import Any
 from shardmake.core.log import ROOT
 from shardmake.memory.cache import cached_path, run_helper
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import weight_bytes
+from shardmake.memory.decoder import micro_step, weight_bytes
 from shardmake.memory.model import Model
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.stand_in import stand_in
@@ -34,7 +34,7 @@ Tape = Mapping[str, Any]
 
 
 def trace_all(scenarios: Iterable[Scenario]) -> None:
-    """Trace the steps that `traced` needs for ``scenarios``, and keep each on disk as soon as it is there."""
+    """Trace the steps that `events_of` needs for ``scenarios``, and keep each on disk as soon as it is there."""
     _trace(_request(scenario) for scenario in scenarios)
 
 
@@ -94,11 +94,13 @@ def traced_tokens(scenario: Scenario) -> int | None:
     return tokens
 
 
-def traced(scenario: Scenario) -> StepEvents:
-    """Return the events of one forward and backward pass of ``scenario``.
+def events_of(scenario: Scenario) -> StepEvents:
+    """Return the events of one forward and backward pass of ``scenario``: simulated if its family is written down.
 
-    A few layers are traced and repeated. A model whose layers are not alike is traced as a whole.
+    Of another model a few layers are traced and repeated. One whose layers are not alike is traced as a whole.
     """
+    if scenario.model.decoder is not None:
+        return micro_step(scenario)
     request = _request(scenario)
     if failure(scenario):
         return stand_in(replace(scenario, model=scenario.held_model))

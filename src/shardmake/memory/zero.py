@@ -21,7 +21,7 @@ class ZeroMemory(DdpMemory):
     def load(self) -> None:
         """Allocate the resident states, and briefly gradients of the largest group (`initialize_optimizer_states`)."""
         super().load()
-        if not self.scenario.offloads_optimizer:
+        if not self.scenario.spec.offload_optimizer:
             self._allocate_briefly(4 * self._groups()[0], "fp32 gradients")
 
     def _allocate(self, term: str, size: int) -> list[int]:
@@ -38,7 +38,7 @@ class ZeroMemory(DdpMemory):
         """Compute the norm in fp64; then cast the gradients to fp32 and update, group by group."""
         self._allocate_briefly(states.norm_bytes(self.scenario), "gradient norm")
         for group in self._groups():
-            if self.scenario.offloads_optimizer:
+            if self.scenario.spec.offload_optimizer:
                 self._update()
             else:
                 self._step_group(group)
@@ -54,7 +54,7 @@ class ZeroMemory(DdpMemory):
         if held < 4:
             narrow, grad = grad, self.timeline.alloc(4 * group, "fp32 gradients")
             self.timeline.free(narrow)
-        if self.scenario.zero_stage < 3:
+        if self.scenario.spec.zero_stage < 3:
             self._drop_gradients()
         self._make_states()
         self._update()
@@ -89,16 +89,16 @@ class Zero12Memory(ZeroMemory):
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
         numel = self.sizes[name]
         self._allocate_briefly(states.boundary_norm_bytes(self.scenario, numel), "gradient norm")
-        if self.scenario.zero_stage == 1:
+        if self.scenario.spec.zero_stage == 1:
             return super().gradient(name, size, key)
         self._reserve_part()
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "communication buffers", REDUCTION)
         if key is None or numel <= self.buckets.reduce_bucket_size:
             return False
-        self._free(self._large)
+        self.timeline.free(*self._large)
         self.timeline.rename(key, "gradients")
-        self._large.append(key)
+        self._large = [key]
         return True
 
     def _reserve_part(self) -> None:
@@ -112,14 +112,9 @@ class Zero12Memory(ZeroMemory):
         elif states.added_gradients(self.scenario):
             self._added.append(self.timeline.alloc(size, "gradients"))
 
-    def _free(self, keys: list[int]) -> None:
-        while keys:
-            self.timeline.free(keys.pop(0))
-
     def end_backward(self) -> None:
         """Free the buckets, and the gradients that were added to those of earlier micro steps."""
-        for keys in (self._large, self._added, self._ipg):
-            self._free(keys)
+        self.timeline.free(*self._large, *self._added, *self._ipg)
 
 
 class Zero3Memory(ZeroMemory):
@@ -140,31 +135,24 @@ class Zero3Memory(ZeroMemory):
     def step(self) -> None:
         """Look for infinities in the flat gradients on the stream of the reductions; then update."""
         copy, mask = states.overflow_bytes(self.scenario)
-        if copy and not self.scenario.offloads_optimizer:
+        if copy and not self.scenario.spec.offload_optimizer:
             held = self.timeline.alloc(copy, "overflow check", REDUCTION)
             self._allocate_briefly(mask, "overflow check", REDUCTION)
             self.timeline.free(held)
         super().step()
 
-    def before_forward(self, block: int) -> None:
-        """Gather the layer; drop the embedding after its use."""
-        if block == 0:
-            self._fetch(EMBEDDING)
-            self._leave(EMBEDDING)
-        self._fetch(block)
-
-    def after_forward(self, block: int) -> None:
-        """Release the layer, unless its use in the backward pass is near."""
-        self._leave(block)
-
-    def before_head(self) -> None:
-        """Gather norm and head."""
-        self._fetch(HEAD)
+    def after_forward(self, unit: Unit) -> None:
+        """Keep a unit only if its next use is within the reuse distance and the live window has room."""
+        place = self._order.index(unit)
+        between = 2 * sum(self._units.get(later, 0) for later in self._order[place + 1 :])
+        live = sum(self._units[held] for held in self._live)
+        if between > self.buckets.stage3_max_reuse_distance or live > self.buckets.stage3_max_live_parameters:
+            self._release(unit)
 
     def before_backward(self, block: int) -> None:
         """Gather the layer and release the one after it."""
         self._release(block + 1 if block + 1 in self._units else HEAD)
-        self._fetch(block)
+        self._gather(block)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
         """Copy it into the bucket; one larger than the bucket waits as it is until the next one is complete.
@@ -178,7 +166,7 @@ class Zero3Memory(ZeroMemory):
         self._bucket.append(numel)
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "gradients before reduction", COMMUNICATION)
-        if self.scenario.offloads_optimizer:
+        if self.scenario.spec.offload_optimizer:
             part, norm = ceil(numel / self.scenario.shards), states.boundary_norm_bytes(self.scenario, numel)
             held = self.timeline.alloc(self.scenario.gradient * part, "gradients before reduction", COMMUNICATION)
             self._allocate_briefly(norm, "gradient norm", COMMUNICATION)
@@ -212,7 +200,7 @@ class Zero3Memory(ZeroMemory):
             self._release(unit)
         self._pending.drain(0)
 
-    def _fetch(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit) -> None:
         """Gather a unit: the bytes arrive flat and are copied out, while a prefetched bucket is in flight.
 
         A single rank gathers nothing: the weight is its partition, copied from the host if it is offloaded.
@@ -222,23 +210,14 @@ class Zero3Memory(ZeroMemory):
         self._pending.drain(PENDING - 1)
         compute = self.scenario.compute
         if self.scenario.world_size == 1:
-            if self.scenario.offloads_parameters:
+            if self.scenario.spec.offload_param:
                 self._live[unit] = self.timeline.alloc(compute * self._units[unit], "gathered weights")
             return
         flat = self.timeline.alloc(compute * self._units[unit], "gathered weights", COMMUNICATION)
         ahead = min(self.buckets.stage3_prefetch_bucket_size, self._units[unit])
         prefetched = self.timeline.alloc(compute * ahead, "gathered weights", COMMUNICATION)
         self._live[unit] = self.timeline.alloc(compute * self._units[unit], "gathered weights")
-        self.timeline.free(flat)
-        self.timeline.free(prefetched)
-
-    def _leave(self, unit: Unit) -> None:
-        """Keep a unit only if its next use is within the reuse distance and the live window has room."""
-        place = self._order.index(unit)
-        between = 2 * sum(self._units.get(later, 0) for later in self._order[place + 1 :])
-        live = sum(self._units[held] for held in self._live)
-        if between > self.buckets.stage3_max_reuse_distance or live > self.buckets.stage3_max_live_parameters:
-            self._release(unit)
+        self.timeline.free(flat, prefetched)
 
     def _release(self, unit: Unit) -> None:
         """Release a unit; its memory can be reused when the GPU has finished with it (`record_stream`)."""

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from shardmake.checkpoint.formats import huggingface
 from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
-from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.families import COMPOSITES, FAMILIES
@@ -31,10 +30,14 @@ DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4
 """Methods whose configuration in transformers has the setting ``dequantize``."""
 DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
 """Methods for which transformers implements ``PreTrainedModel.dequantize``."""
-_SOURCES = (
-    "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
-    "config/methods.py", "run/adapter_settings.py", "run/model_class.py", "run/text_part.py",
+_SOURCES = tuple(
+    Path(__file__).parents[1] / name
+    for name in (
+        "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
+        "config/methods.py", "run/adapter_settings.py", "run/model_class.py", "run/text_part.py",
+    )
 )  # fmt: skip
+"""The code that answers, so that an edit is not answered from the cache."""
 
 
 @dataclass(frozen=True)
@@ -130,29 +133,30 @@ def _of_family(model: Model, decoder: Decoder) -> Abilities:
 def has_plain_head(model: Model) -> bool:
     """Return True if the loss follows from the last hidden states and the head's weight alone."""
     if model.decoder is not None:
-        return not (model.decoder.scaled_branches or model.decoder.softcaps)
+        return not (model.decoder.scaled_branches or model.decoder.caps_logits)
     return bool(_ask(model, model.trust_remote_code, "head")["plain"])
 
 
 def attends_in_kernel(model: Model) -> bool:
     """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
-    if model.decoder is not None:
-        return not model.decoder.sinks
+    if (decoder := model.decoder) is not None:  # DeepSpeed takes heads of one width and number (``ulysses_sp.py``)
+        sizes = {(one.k, one.d, one.width) for one in (decoder, *decoder.of_layers)}
+        return not decoder.sinks and len(sizes) == 1 and decoder.width == decoder.d
     return bool(_ask(model, model.trust_remote_code, "tokens")["in_kernel"])
 
 
 def _ask(model: Model, trust_remote_code: bool, about: str, **more: Any) -> dict[str, Any]:
     request = inventory_request(model.config, model.source, trust_remote_code)
     doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
-    request |= {"about": about, **more, "code": _code()}
-    return dict(cached_helper("shardmake.plan.inspect_model", request, doing))
+    request |= {"about": about, **more}
+    return dict(cached_helper("shardmake.plan.inspect_model", request, doing, _SOURCES))
 
 
 def _decoder_limit(decoder: Decoder) -> str:
     """Return why a model of the known families cannot train with varlen; empty if it can."""
     if decoder.dropout[0]:
         return "has dropout in its attention (attention_dropout in config.json)"
-    return head_limit(decoder.d)
+    return head_limit(max(one.d for one in (decoder, *decoder.of_layers)))
 
 
 def describe_quantized_base(model: Model, run: Run) -> list[str]:
@@ -264,9 +268,3 @@ def _folder(package: str) -> Path:
     """Return the folder of a package's source; a path without files if it is not installed."""
     found = find_spec(package)
     return Path(found.origin).parent if found and found.origin else Path(os.devnull)
-
-
-def _code() -> str:
-    """Return a digest of the code that answers, so that an edit is not answered from the cache."""
-    package = Path(__file__).parents[1]
-    return digest([sha256(package / name) for name in _SOURCES])

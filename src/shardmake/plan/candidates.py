@@ -12,38 +12,22 @@ from shardmake.memory.estimate import Estimate
 from shardmake.plan.parallelism import divides_experts
 from shardmake.plan.refusals import multiples, undivided, unsuitable
 from shardmake.plan.resolve import ResolvedRun
-from shardmake.plan.verdict import Headroom, Verdict
+from shardmake.plan.verdict import Verdict
 from shardmake.run.own_files import check_choice, number_of_conflicts
 from shardmake.run.plan import CandidateEstimate, Choice
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Verdict):
     """One choice with its memory, verdict and time."""
 
     choice: Choice
     memory: Estimate
-    verdict: Verdict
     step_seconds: float
     simulated: bool
     """True if the step was simulated; else the figures are in closed form."""
     is_half_precision: bool = False
     """It computes in 16 bits although the run has fp32: a fallback, never the first choice."""
-
-    @property
-    def fits(self) -> bool:
-        """True if it fits in every place."""
-        return self.verdict.fits
-
-    @property
-    def reason(self) -> str:
-        """Why it fits or not, with figures."""
-        return self.verdict.reason
-
-    @property
-    def headroom(self) -> Headroom:
-        """How much more GPU memory it may need than estimated."""
-        return self.verdict.headroom
 
     @property
     def last_resort(self) -> int:
@@ -70,7 +54,7 @@ class Candidate:
         return CandidateEstimate(
             name=self.name,
             choice=self.choice,
-            **self.memory.as_json(),
+            **dict(self.memory),
             fits=self.fits,
             reason=self.reason,
             step_seconds=self.step_seconds,

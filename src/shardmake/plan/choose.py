@@ -142,7 +142,7 @@ def _may_fit(candidate: Candidate, hardware: Hardware) -> bool:
     return candidate.fits or (
         not hardware.is_cpu
         and candidate.memory.gpu.device < ALMOST * hardware.gpu_memory
-        and candidate.memory.host_total <= hardware.host_memory
+        and candidate.memory.host.total <= hardware.host_memory
     )
 
 

@@ -33,17 +33,28 @@ def _host_rate(hardware: Hardware, ranks: int) -> float:
 
 def offload_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds that offload adds to an optimizer step; 0 without it."""
-    if not scenario.offloads_optimizer:
+    if not (scenario.spec.offload_optimizer or scenario.spec.offload_param):
         return 0.0
     memory = _host_rate(hardware, scenario.ranks_per_node)
     link = min(hardware.accelerator.host_link * GB, memory)
     part = scenario.split.trainable / scenario.shards
-    if scenario.is_fsdp:
+    if scenario.spec.is_fsdp:
         pinned, pageable, host = _fsdp(scenario)
     else:
         pinned, pageable, host = _deepspeed(scenario)
     seconds = pinned / link + part * (pageable / min(_PAGEABLE, memory) + host / memory)
     return seconds + _swaps(scenario)
+
+
+def gathers(scenario: Scenario) -> int:
+    """Return how often a micro batch gathers the weights: for forward and for backward pass.
+
+    Under ZeRO-3 recomputation gathers them again; FSDP2 recomputes a layer after it has gathered it for the backward
+    pass.
+    """
+    if not scenario.spec.reshard_after_forward:
+        return 1
+    return 3 if scenario.checkpointing and not scenario.spec.is_fsdp else 2
 
 
 def _fsdp(scenario: Scenario) -> tuple[float, float, float]:
@@ -55,8 +66,9 @@ def _fsdp(scenario: Scenario) -> tuple[float, float, float]:
     held, more = trained_bytes(scenario), scenario.accumulation - 1
     split, shards = scenario.split, scenario.shards
     frozen = scenario.frozen * split.frozen + split.quantized / 2
-    gathers = 2 if scenario.spec.reshard_after_forward else 1
-    pinned = (scenario.accumulation * gathers * (held * split.trainable + frozen) + held * split.trainable) / shards
+    pinned = (
+        scenario.accumulation * gathers(scenario) * (held * split.trainable + frozen) + held * split.trainable
+    ) / shards
     norm_and_clip = 3 * held
     return pinned, more * held, more * 3 * held + norm_and_clip + _ADAM_BYTES
 
@@ -68,19 +80,16 @@ def _deepspeed(scenario: Scenario) -> tuple[float, float, float]:
     they go there in fp32. The host clips them and converts the new weights to the compute type.
     """
     split, shards, passes = scenario.split, scenario.shards, scenario.accumulation
-    if keeps_flat_gradients(scenario):
-        copies = 0.0
-    elif scenario.zero_stage == 3:
-        copies = 2 * passes * scenario.gradient
-    else:
-        copies = 2 * (passes - 1) * scenario.gradient
-    pinned = split.trainable * (copies + 4 + scenario.compute) / shards
-    if scenario.offloads_parameters:
-        gathers = 3 if scenario.checkpointing else 2
+    pinned, host = float(scenario.compute * split.trainable), 0.0
+    if scenario.spec.offload_param:
         held = scenario.compute * (split.trainable + split.frozen) + split.quantized / 2
-        pinned += passes * gathers * held / shards
-    clip, convert = 8, 4 + scenario.compute
-    return pinned, 0.0, clip + _ADAM_BYTES + convert
+        pinned += passes * gathers(scenario) * held
+    if scenario.spec.offload_optimizer:
+        summed = 0 if keeps_flat_gradients(scenario) else passes if scenario.spec.zero_stage == 3 else passes - 1
+        pinned += split.trainable * (2 * summed * scenario.gradient + 4)
+        clip, convert = 8, 4 + scenario.compute
+        host = clip + _ADAM_BYTES + convert
+    return pinned / shards, 0.0, host
 
 
 def _swaps(scenario: Scenario) -> float:

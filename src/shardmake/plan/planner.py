@@ -1,6 +1,5 @@
 """The planner: the memory, verdict and time of each candidate of a run, in closed form or simulated."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -8,28 +7,28 @@ from dataclasses import asdict
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_file_keys import estimated_values
-from shardmake.core.atomic import write_json
 from shardmake.core.nested import overlay
 from shardmake.memory import calibration, closed_form, estimate, states
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.cache import cached_path
-from shardmake.memory.ddp import StepEvents
 from shardmake.memory.estimate import Estimate, outside, simulate
 from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import trace_all, traced_tokens
+from shardmake.memory.trace import events_of, trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.parallelism import local_model
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.step_time import step_time
 from shardmake.plan.verdict import error_of, judge
 from shardmake.run.plan import Choice
+
+Found = TypeVar("Found")
 
 
 class Planner:
@@ -39,8 +38,7 @@ class Planner:
         self.settings = settings
         self._least = least
         """The bytes that activations of a choice take at least, where that is known without a trace."""
-        self._profiles: dict[tuple[object, ...], closed_form.Profile] = {}
-        self._events: dict[tuple[object, ...], StepEvents] = {}
+        self._steps: dict[tuple[object, ...], Any] = {}
         self._candidates: dict[Choice, Candidate] = {}
 
     def _parts(self, choice: Choice) -> tuple[Scenario, Buckets]:
@@ -70,13 +68,13 @@ class Planner:
 
     def forward_bytes(self, choice: Choice) -> int:
         """Return the most bytes of activations in the forward pass of ``choice``, up to the loss."""
-        return closed_form.profile(scenario_of(self.settings, choice), self._profiles).forward
+        return self._once(closed_form.profile, scenario_of(self.settings, choice)).forward
 
     def scan(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory in closed form, without activations if a trace could not make it fit."""
         scenario, buckets = self._parts(choice)
         hopeless = self.settings.model.decoder is None and not self.can_hold(choice)
-        activations = closed_form.NOTHING if hopeless else closed_form.profile(scenario, self._profiles)
+        activations = closed_form.NOTHING if hopeless else self._once(closed_form.profile, scenario)
         memory = estimate.estimate_closed_form(scenario, buckets, activations, self._kept)
         return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 
@@ -84,7 +82,7 @@ class Planner:
         """Return ``choice`` with its memory from a simulated step; it is simulated once."""
         if choice not in self._candidates:
             scenario, buckets = self._parts(choice)
-            step = cache(lambda: simulate(scenario, buckets, self._events_of(scenario)))
+            step = cache(lambda: simulate(scenario, buckets, self._once(events_of, scenario)))
             on = partial(self._simulated, scenario, buckets, step)
             memory = on(self.settings.hardware.gpu_memory)
             found = self._candidate(choice, scenario, memory, lambda size: on(size).gpu.device, simulated=True)
@@ -93,13 +91,15 @@ class Planner:
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         """Return the estimate on a GPU of ``capacity`` bytes; ``step`` simulates it, once for all capacities."""
-        return estimate.estimate_simulated(scenario, buckets, step(), self._kept, capacity)
+        return estimate.whole(scenario, buckets, estimate.memory_of(scenario, step(), capacity), self._kept)
 
-    def _events_of(self, scenario: Scenario) -> StepEvents:
-        key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
-        if key not in self._events:
-            self._events[key] = estimate.events_of(scenario)
-        return self._events[key]
+    def _once(self, find: Callable[[Scenario], Found], scenario: Scenario) -> Found:
+        """Return what ``find`` returns, once for the candidates that share a micro step."""
+        key = (find, scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
+        if key not in self._steps:
+            self._steps[key] = find(scenario)
+        found: Found = self._steps[key]
+        return found
 
     @property
     def _kept(self) -> int:
@@ -110,9 +110,9 @@ class Planner:
     ) -> Candidate:
         hardware, error = self.settings.hardware, error_of(scenario)
         return Candidate(
+            **vars(judge(memory, scenario, hardware, error, device_on)),
             choice=choice,
             memory=memory,
-            verdict=judge(memory, scenario, hardware, error, device_on),
             step_seconds=step_time(scenario, hardware),
             simulated=simulated,
             is_half_precision=choice.precision != self.settings.precision,
@@ -130,7 +130,7 @@ class CachedPlanner(Planner):
             scenarios = [scenario_of(self.settings, choice) for choice in missing]
             trace_all(scenarios)
             for scenario in scenarios:
-                self._events_of(scenario)
+                self._once(events_of, scenario)
         cores = min(len(os.sched_getaffinity(0)), len(missing))
         if cores > 1:
             share = -(-len(missing) // cores)
@@ -145,10 +145,9 @@ class CachedPlanner(Planner):
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         path = self._path(scenario, buckets, capacity)
-        if path.is_file():
-            return estimate.from_json(json.loads(path.read_text()))
-        memory = super()._simulated(scenario, buckets, step, capacity)
-        write_json(path, memory.as_json())
+        if (memory := Estimate.read_if_exists(path)) is None:
+            memory = super()._simulated(scenario, buckets, step, capacity)
+            memory.write(path)
         return memory
 
     def _path(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Path:
@@ -200,8 +199,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
         keeps_ready=in_place and not (run.script or run.service or settings.cluster.slurm.container),
-        gathers_on_save=run.script is not None,
-        casts_to_fp32=run.script is not None,
+        has_script=run.script is not None,
         loads_on_gpu=not settings.hardware.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
         gpu_memory=settings.hardware.gpu_memory,
         gpu_capability=settings.hardware.accelerator.capability,
@@ -214,6 +212,6 @@ def buckets_of(settings: ResolvedRun, choice: Choice) -> Buckets:
     if not choice.is_deepspeed:
         return Buckets()
     section: dict[str, Any] = zero_optimization(choice, settings.model, settings.cluster, "")
-    if own := settings.user_files.deepspeed:
+    if own := settings.user_files.get("deepspeed"):
         section = overlay({"zero_optimization": section}, estimated_values(own))["zero_optimization"]
     return read_buckets(section, settings.model.hidden_size)

@@ -37,14 +37,14 @@ def rejected(chosen: Candidate, candidates: Sequence[Candidate]) -> dict[str, st
 
 def nothing_fits_message(candidates: Sequence[Candidate], settings: ResolvedRun) -> str:
     """Return the message of a plan in which nothing fits, with the candidate that comes closest."""
-    best = min(candidates, key=lambda candidate: candidate.memory.gpu.device + candidate.memory.host_total)
+    best = min(candidates, key=lambda candidate: candidate.memory.gpu.device + candidate.memory.host.total)
     subject = "Nothing fits" if settings.run.strategy == "auto" else f"Strategy {settings.run.strategy} does not fit"
     return f"{subject}: even {best.name} {best.reason}."
 
 
 def risk(candidate: Candidate) -> str:
     """Return the estimator's own error for trainings like ``candidate``, as a clause."""
-    error = candidate.verdict.error
+    error = candidate.error
     return (
         f"estimates of {error.name} trainings are off by {error.typical:.1%} (median of {error.sample}), "
         f"and nineteen in twenty needed at most {error.largest:.1%} more"

@@ -36,7 +36,7 @@ class ResolvedRun:
     """Why varlen, the fastest kernel, does not run; empty if it does, on CPU, or if the run names a kernel."""
     weights: Precision = "fp32"
     """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
-    user_files: UserFiles = field(default_factory=UserFiles)
+    user_files: UserFiles = field(default_factory=dict)
     """The run's own DeepSpeed and Accelerate files."""
     rate_groups: Mapping[str, int] = field(default_factory=dict)
     """Trained elements of each pattern of ``learning_rates``."""

@@ -233,7 +233,7 @@ def as_fallback(candidate: Candidate, settings: ResolvedRun) -> Fallback:
 def host_need(candidate: Candidate, hardware: Hardware) -> int:
     """Return the host RAM per node in bytes; without GPUs it holds all tensors."""
     tensors = candidate.choice.processes_per_node * candidate.memory.gpu.reserved if hardware.is_cpu else 0
-    return candidate.memory.host_total + tensors
+    return candidate.memory.host.total + tensors
 
 
 def _training_resources(settings: ResolvedRun, needed: int) -> Resources:

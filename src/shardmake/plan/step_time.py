@@ -17,7 +17,7 @@ from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import fused_experts, matrix_weights, selected_experts
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import fused_chunk
-from shardmake.plan.offload_time import offload_time
+from shardmake.plan.offload_time import gathers, offload_time
 
 
 class Kernel(NamedTuple):
@@ -86,7 +86,7 @@ def step_time(scenario: Scenario, hardware: Hardware, kernel: Kernel | None = No
     communication = _collectives(scenario, hardware) + _exchanges(scenario, hardware)
     within_layers = _tensor_parallel(scenario, hardware) + _tokens_to_experts(scenario, hardware)
     if hardware.is_cpu:  # the cores that compute are those that communicate
-        own = _DEEPSPEED_ON_CPU if scenario.zero_stage else 0.0
+        own = _DEEPSPEED_ON_CPU if scenario.spec.zero_stage else 0.0
         return compute + communication + within_layers + own + _optimizer(scenario, hardware)
     # Communication hides behind compute in part, and never takes less than the links need.
     work = max(compute + EXPOSED * communication, communication, _launches(scenario))
@@ -167,7 +167,7 @@ def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
 
 def _launches(scenario: Scenario) -> float:
     """Return the seconds that the CPU needs to launch the kernels of one step."""
-    of_layer = _LAUNCH_SECONDS[scenario.spec.library, scenario.zero_stage]
+    of_layer = _LAUNCH_SECONDS[scenario.spec.library, scenario.spec.zero_stage]
     of_layer *= _ADAPTER_LAUNCHES if scenario.method_spec.has_adapters else 1.0
     forwards = scenario.checkpointing + scenario.extra_forwards
     return scenario.accumulation * len(scenario.model.blocks) * of_layer * (1 + _FORWARD_LAUNCHES * forwards)
@@ -180,7 +180,7 @@ def _forward(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> tuple[fl
     peak = hardware.flops(scenario.precision, tf32=scenario.tf32)
     head = model.head
     matmul = peak * _MATMUL[generation] * wide * tokens / (tokens + _HALF_TOKENS[generation])
-    width = model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
+    width = model.decoder.a * model.decoder.width if model.decoder else model.hidden_size
     attention = 4 * tokens * len(model.blocks) * width * scenario.sequence_length / 2
     if _skips_nothing(scenario):
         attention *= 2
@@ -250,32 +250,21 @@ def _collectives(scenario: Scenario, hardware: Hardware) -> float:
     inter = hardware.inter_node * LINK_SHARE / scenario.tensor_parallel
     rate = min(intra, inter) if scenario.nodes > 1 else intra
     gradient_bytes = (4 if scenario.spec.is_ddp else scenario.gradient) * scenario.split.trainable
-    if not scenario.gathers_parameters:
-        rounds = scenario.accumulation if scenario.zero_stage == 2 else 1
-        gathered = scenario.compute * scenario.split.trainable if scenario.zero_stage else gradient_bytes
+    if not scenario.spec.gathers_parameters:
+        rounds = scenario.accumulation if scenario.spec.zero_stage == 2 else 1
+        gathered = scenario.compute * scenario.split.trainable if scenario.spec.zero_stage else gradient_bytes
         return (ranks - 1) / ranks * (rounds * gradient_bytes + gathered) / rate
     weights = scenario.compute * scenario.split.total
     held = scenario.held_model.parameters / scenario.model.parameters  # experts of other ranks are not gathered
-    moved = held * scenario.accumulation * (_gathers(scenario) * weights + gradient_bytes)
+    moved = held * scenario.accumulation * (gathers(scenario) * weights + gradient_bytes)
     within, nodes = scenario.ranks_per_node, scenario.nodes
     if scenario.spec.hpz:  # after the first forward pass of a step, weights come from the second shard in the node
-        again = (scenario.accumulation * _gathers(scenario) - 1) * weights
+        again = (scenario.accumulation * gathers(scenario) - 1) * weights
         return (ranks - 1) / ranks * (moved - again) / rate + (within - 1) / within * again / intra
     if not scenario.spec.hybrid:
         return (ranks - 1) / ranks * moved / rate
     reduced = 2 * (nodes - 1) / nodes * scenario.accumulation * gradient_bytes
     return (within - 1) / within * moved / intra + reduced / inter
-
-
-def _gathers(scenario: Scenario) -> int:
-    """Return how often a micro batch gathers the weights: for forward and for backward pass.
-
-    Under ZeRO-3 recomputation gathers them again; FSDP2 recomputes a layer after it has gathered it for the backward
-    pass.
-    """
-    if not scenario.spec.reshard_after_forward:
-        return 1
-    return 3 if scenario.checkpointing and not scenario.is_fsdp else 2
 
 
 def _activation_transfers(scenario: Scenario, hardware: Hardware) -> float:
@@ -291,6 +280,6 @@ def _optimizer(scenario: Scenario, hardware: Hardware) -> float:
     part = trained if scenario.spec.is_ddp else trained / scenario.shards
     if hardware.is_cpu:
         return part * scenario.ranks_per_node / _CPU_ADAM_RATE
-    if scenario.offloads_optimizer:
+    if scenario.spec.offload_optimizer:
         return 0.0  # `offload_time` has it
     return part * (16 + 2 * BYTES[scenario.precision]) / _moving(hardware.accelerator)

@@ -1,6 +1,7 @@
 """The verdict on an estimate: whether it fits, and whether its margin covers the estimator's own error."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -54,7 +55,7 @@ def error_of(scenario: Scenario) -> FamilyError:
     """Return the error of the estimates of trainings like ``scenario``."""
     if failure(scenario):
         return STAND_IN
-    if scenario.offloads_optimizer or scenario.offloads_parameters:
+    if scenario.spec.offload_optimizer or scenario.spec.offload_param:
         return FAMILY_ERRORS["offloaded"]
     if scenario.method_spec.in_four_bits:
         return FAMILY_ERRORS["quantized"]
@@ -83,12 +84,14 @@ class Headroom(IntEnum):
     """The error of nineteen in twenty runs."""
 
 
-class Verdict(NamedTuple):
+@dataclass(frozen=True)
+class Verdict:
     """The verdict on one candidate: the figures as text, and its headroom."""
 
     fits: bool
+    """In every place."""
     reason: str
-    """Without a subject: ``fits: ...``, ``tight: ...``, ``needs ...``."""
+    """Why it fits or not, without a subject: ``fits: ...``, ``tight: ...``, ``needs ...``."""
     headroom: Headroom
     error: FamilyError
     """The error that the headroom is measured with."""
@@ -109,8 +112,8 @@ def judge(
     gpu, least = memory.gpu, memory.gpu.device - memory.gpu.reserved + memory.gpu.allocated
     for need, room, what in (
         (least, hardware.gpu_memory, "GPU memory" + " while the model loads" * (gpu.phase == "load")),
-        (memory.host_total, hardware.host_memory, "host RAM of a node"),
-        (sum(memory.nvme.values()), hardware.nvme, "NVMe of a node"),
+        (memory.host.total, hardware.host_memory, "host RAM of a node"),
+        (memory.nvme.total, hardware.nvme, "NVMe of a node"),
     ):
         if need and (room is None or need > room):
             reason = "needs node-local NVMe; set nvme_path in the cluster file"
@@ -126,10 +129,10 @@ def judge(
     covered = error.largest if headroom == Headroom.ENOUGH else error.typical
     if gpu.device * (1 + covered) > hardware.gpu_memory or least < (1 - _CACHE) * gpu.device:
         figures = f"{least / GIB:.1f} to {figures}"
-    host = _headroom(hardware.host_memory, HOST_ERROR, lambda room: memory.host_total <= room)
+    host = _headroom(hardware.host_memory, HOST_ERROR, lambda room: memory.host.total <= room)
     if host < headroom:
         headroom, error = host, HOST_ERROR
-        figures += f", {memory.host_total / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
+        figures += f", {memory.host.total / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
     return _fitting(figures, headroom, error)
 
 
@@ -144,7 +147,7 @@ def _headroom(room: int, error: FamilyError, fits_in: Callable[[int], bool]) -> 
 
 def _judge_cpu(memory: Estimate, scenario: Scenario, hardware: Hardware) -> Verdict:
     """Return the verdict on CPU, where the tensors of the ranks share the node's RAM with the host's."""
-    need = scenario.ranks_per_node * memory.gpu.reserved + memory.host_total
+    need = scenario.ranks_per_node * memory.gpu.reserved + memory.host.total
     limit = "" if hardware.host_memory >= NO_LIMIT else f" of {hardware.host_memory / GIB:.1f}"
     figures = f"{need / GIB:.1f}{limit} GiB of a node's RAM"
     if need > hardware.host_memory:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 import shardmake
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.environment import cache_folder, hidden, installed_versions, kernel_caches
+from shardmake.core.environment import UNUSED, cache_folder, hidden, installed_versions, kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.library_process import run_module
 from shardmake.core.private_names import named_arguments
@@ -115,7 +115,7 @@ def read_with_libraries(renderings: Sequence[Rendering], scratch: str) -> list[l
 def answer(request: dict[str, Any]) -> list[list[str]]:
     """Return the problems of each of the request's renderings."""
     renderings = _RENDERINGS.validate_python(request["renderings"])
-    with temporary_folder("check") as folder, hidden("peft", "mlflow", "boto3", "scipy", "sklearn"):
+    with temporary_folder("check") as folder, hidden("peft", "mlflow", *UNUSED):
         return [_find_problems(one, folder) for one in renderings]
 
 

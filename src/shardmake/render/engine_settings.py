@@ -200,7 +200,8 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
         found.config, ignored = reader(config)
         found.defaults, _ = reader({MICRO_BATCH: 1})
     except Exception as error:
-        found.refuse("DeepSpeed", "the file", None, f"DeepSpeed stops with {type(error).__name__}.")
+        words = " ".join(str(error).partition("[type=")[0].split())[:200]
+        found.refuse("DeepSpeed", "the file", None, f"DeepSpeed stops with {type(error).__name__}: {words}.")
         return
     for name in ignored:
         if name in (settings.deepspeed or {}):

@@ -262,7 +262,8 @@ def _offloads_optimizer(found: EngineSettings) -> bool:
 def engine_that_trains(found: EngineSettings) -> str:
     """Return the words for the library that trains."""
     plain_engine = "DDP" if found.data_ranks > 1 else "one process"
-    return "DeepSpeed" if found.config is not None else "FSDP" if found.fsdp is not None else plain_engine
+    is_refused = any(one.library == "DeepSpeed" and one.key == "the file" for one in found.problems)
+    return "DeepSpeed" if found.config is not None or is_refused else "FSDP" if found.fsdp is not None else plain_engine
 
 
 # --- the rows that are not read by their names ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from shardmake.config.foreign_files import recognize
 from shardmake.config.load import read_file
 from shardmake.config.parse_text import parse_json
-from shardmake.config.settings import ACCUMULATION, SETTINGS, TOTAL_BATCH
+from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL_BATCH
 from shardmake.config.user_files import SIGNS, Kind, UserFile
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
@@ -309,12 +309,15 @@ def _ranks(training: Training, ranks: int | None) -> tuple[int, list[str]]:
         if isinstance(known, int) and not isinstance(known, bool) and 0 < known < 1 << 20:
             return known, []
     batch = SETTINGS["total batch"].trainer
-    if not {"training", "deepspeed"} <= training.files.keys() or training.unknown.keys() & {*batch}:
+    if "deepspeed" not in training.files or training.unknown.keys() & {*batch}:
         return 1, []
     unknown = 1, ["No file and no command has the number of ranks. The total batch is that of 1: give --ranks N."]
-    total = training.files["deepspeed"].values.get(TOTAL_BATCH)
-    arguments = training.files["training"].values
-    one = [arguments.get(key, default) for key, default in (("per_device_train_batch_size", 8), (ACCUMULATION, 1))]
+    file, total = training.files["deepspeed"].values, training.files["deepspeed"].values.get(TOTAL_BATCH)
+    if "training" in training.files:
+        arguments = training.files["training"].values
+        one = [arguments.get(key, default) for key, default in (("per_device_train_batch_size", 8), (ACCUMULATION, 1))]
+    else:
+        unknown, one = (1, []), [file.get(MICRO_BATCH), file.get(ACCUMULATION)]
     if not all(isinstance(size, int) and size > 0 for size in (total, *one)) or total % (one[0] * one[1]):
         return unknown
     implied = min(total // (one[0] * one[1]), 1 << 20)

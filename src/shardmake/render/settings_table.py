@@ -204,7 +204,9 @@ def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
         yield Problem("DeepSpeed", "scheduler.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
         return
     given = found.config.scheduler_params or {}
-    missing = [key for key, one in known.items() if one.default is inspect.Parameter.empty and key not in given]
+    written = (found.deepspeed.get("scheduler") or {}).get("params") or {}  # an "auto" is filled in, or named
+    demanded = [key for key, one in known.items() if one.default is inspect.Parameter.empty]
+    missing = [key for key in demanded if key not in given and written.get(key) != "auto"]
     unknown = [key for key in given if key not in known]
     for keys, effect in ((missing, "needs this parameter"), (unknown, "does not know this parameter")):
         for key in keys:

@@ -23,7 +23,7 @@ from shardmake.run.training_settings import (
     CheckpointSettings,
     FullMethod,
     OptimizerSettings,
-    RetentionSettings,
+    Retention,
     ScriptProgram,
     TrainerProgram,
     TrainingSettings,
@@ -57,7 +57,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         optimizer=replaced_optimizer(choice, run, cluster),
         expected=expected_engine(choice),
         checkpoints=CheckpointSettings(
-            retention=RetentionSettings(keep=own.keep, best=own.keep_best, every_steps=own.keep_every_steps),
+            retention=Retention(keep=own.keep, best=own.keep_best, every_steps=own.keep_every_steps),
             mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes) if own.every_steps == "auto" else None,
             asynchronous=own.asynchronous, early_stopping=own.early_stopping,
         ),

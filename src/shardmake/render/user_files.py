@@ -32,7 +32,7 @@ def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list
     lines: list[str] = []
     changed: dict[str, Any] = {}
     merged: dict[str, Any] = {}
-    for file in own.found:
+    for file in own.values():
         taken, noted, merged[file.kind] = _take(file, getattr(files, file.kind), planned[file.kind], run)
         changed |= taken
         lines += noted
@@ -44,8 +44,8 @@ def _planned(files: Files, run: Run, choice: Choice, own: UserFiles) -> dict[Kin
     values = planned_values(choice, run)
     deepspeed = dict(leaves(files.deepspeed)) | (values["deepspeed"] if choice.is_deepspeed else {})
     accelerate = values["accelerate"] | dict(leaves(files.accelerate))
-    if own.deepspeed and own.accelerate:  # the run itself names the file that accelerate would have read
-        file = own.accelerate.section("deepspeed_config").get("deepspeed_config_file")
+    if len(own) == 2:  # the run itself names the file that accelerate would have read
+        file = own["accelerate"].section("deepspeed_config").get("deepspeed_config_file")
         accelerate |= {"deepspeed_config.deepspeed_config_file": file} if file else {}
     return {"deepspeed": deepspeed, "accelerate": accelerate}
 

@@ -32,12 +32,12 @@ def planned_values(choice: Choice, run: Run) -> dict[Kind, dict[str, Any]]:
 
 def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
     """Return how many keys of the run's own files contradict ``choice``, as far as the model does not matter."""
-    if own.deepspeed and not choice.is_deepspeed:
+    if "deepspeed" in own and not choice.is_deepspeed:
         return 1000  # the other library: every key
     planned = planned_values(choice, run)
     is_script = run.script is not None
     return sum(
-        key in planned[file.kind] for file in own.found for key in contradictions(file, planned[file.kind], is_script)
+        key in planned[kind] for kind, file in own.items() for key in contradictions(file, planned[kind], is_script)
     )
 
 
@@ -56,7 +56,7 @@ def describe_own_files(own: UserFiles, choice: Choice, run: Run) -> list[str]:
     """Return a line for each file: the keys that limit the choice, and those that the memory estimate counts."""
     planned = planned_values(choice, run)
     lines = []
-    for file in own.found:
+    for file in own.values():
         values = {key: value for key, value in leaves(file.values) if value != "auto" and key in planned[file.kind]}
         limits = ", ".join(f"{key} {value!r}" for key, value in values.items())
         counted = ", ".join(f"{key} {value!r}" for key, value in estimated_values(file).items() if value != "auto")
@@ -67,9 +67,9 @@ def describe_own_files(own: UserFiles, choice: Choice, run: Run) -> list[str]:
 
 def check_library(own: UserFiles, choice: Choice) -> None:
     """Raise a `ConfigError` if the run has a DeepSpeed file and ``choice`` another library."""
-    if own.deepspeed and not choice.is_deepspeed:
+    if "deepspeed" in own and not choice.is_deepspeed:
         raise ConfigError(
-            f"deepspeed_config names {own.deepspeed.name}, but strategy {choice.strategy} does not use DeepSpeed. "
+            f"deepspeed_config names {own['deepspeed'].name}, but strategy {choice.strategy} does not use DeepSpeed. "
             "Remove deepspeed_config, or set strategy to one of DeepSpeed's (zero1, zero2, zero3 ...)."
         )
 
@@ -80,7 +80,7 @@ def check_own_files(own: UserFiles, planned: Mapping[Kind, Planned], run: Run, *
     ``planned`` holds the planned values by kind of file. Unless it ``is_complete``, a planned key that is not in it is
     not compared.
     """
-    lines = [line for file in own.found for line in _wrong_keys(file, planned[file.kind], run, is_complete)]
+    lines = [line for kind, file in own.items() for line in _wrong_keys(file, planned[kind], run, is_complete)]
     if lines:
         raise ConfigError("\n".join([_TITLE, *lines, *_strategy_hint(own, planned), _ADVICE]))
 
@@ -118,9 +118,9 @@ def _line_of(key: str) -> str:
 
 def _strategy_hint(own: UserFiles, planned: Mapping[Kind, Planned]) -> list[str]:
     """Return a line with the strategy that has the stage and the offload of the user's DeepSpeed file."""
-    if own.deepspeed is None:
+    if "deepspeed" not in own:
         return []
-    values, plan = dict(leaves(own.deepspeed.values)), planned["deepspeed"]
+    values, plan = dict(leaves(own["deepspeed"].values)), planned["deepspeed"]
     own_value = {key: value for key, value in values.items() if value != "auto"}
     has = [plan.get(key, values.get(key, "auto")) for key in _STAGE_AND_OFFLOAD]
     wanted = [own_value.get(key, value) for key, value in zip(_STAGE_AND_OFFLOAD, has, strict=True)]

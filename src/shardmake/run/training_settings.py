@@ -1,5 +1,7 @@
 """The training of an attempt: ``training.json``, written by `shardmake.render` and read by every rank."""
 
+import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -53,18 +55,33 @@ class OptimizerSettings(RunRecord):
     arguments: dict[str, Any] = Field(description="Its keyword arguments.")
 
 
-class RetentionSettings(RunRecord):
-    """Which checkpoints stay (`shardmake.checkpoint.store.Retention`)."""
+class Retention(RunRecord):
+    """Which checkpoints stay: the newest ones, the best one, and one at regular steps."""
 
-    keep: int = Field(description="Number of newest checkpoints.")
-    best: bool = Field(description="Keep the checkpoint with the lowest evaluation loss as well.")
-    every_steps: int | None = Field(description="Keep a checkpoint every so many steps as well.")
+    keep: int = Field(2, description="Number of newest checkpoints.")
+    best: bool = Field(False, description="Keep the checkpoint with the lowest evaluation loss as well.")
+    every_steps: int | None = Field(None, description="Keep a checkpoint every so many steps as well.")
+
+    def kept(self, losses: Mapping[int, float | None]) -> set[int]:
+        """Return the steps of checkpoints to keep, at least one; ``losses`` are those of their evaluations, by step.
+
+        A regular step is the first one at or after a multiple of ``every_steps``.
+        """
+        steps = sorted(losses, reverse=True)
+        finite = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
+        kept = set(steps[: max(1, self.keep)])
+        if self.best and finite:
+            kept.add(min(finite)[1])
+        if self.every_steps:
+            first = {step // self.every_steps: step for step in steps if step >= self.every_steps}
+            kept |= set(first.values())
+        return kept
 
 
 class CheckpointSettings(RunRecord):
     """How training saves."""
 
-    retention: RetentionSettings = Field(description="Which checkpoints stay.")
+    retention: Retention = Field(description="Which checkpoints stay.")
     mtbf_seconds: float | None = Field(
         description="Mean time between failures of the job, if the interval between saves follows from it."
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmake.core.atomic import write_bytes
+from shardmake.core.environment import UNUSED, hidden
 from shardmake.core.log import configure_logging
 from shardmake.core.private_names import check_libraries, library_warnings
 from shardmake.core.process import die_with_parent
@@ -126,7 +127,9 @@ def load_program(folder: Path) -> Callable[[Path], None]:
     from shardmake.run.training_settings import TrainingSettings
 
     settings = TrainingSettings.read(AttemptDir(folder).training, "shardmake train NAME")
-    return import_module(f"shardmake.train.{_MODULES[settings.program.kind]}").train
+    kind = settings.program.kind
+    with hidden(*UNUSED if kind == "trainer" else ()):
+        return import_module(f"shardmake.train.{_MODULES[kind]}").train
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import make_private
 from shardmake.core.units import MIB
 from shardmake.memory.scenario import BYTES
 from shardmake.run.plan import Choice
+from shardmake.run.training_settings import Retention
 from shardmake.train.upload import UploadRequest
 
 MARGIN = 64 * MIB

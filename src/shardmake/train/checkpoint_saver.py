@@ -26,7 +26,6 @@ from typing import Any
 from shardmake.checkpoint import store
 from shardmake.checkpoint.node_files import check_files, complete, move_files, node_path, read_listings
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, wait_visible
-from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import DiskFullError, ShardmakeError
@@ -34,6 +33,7 @@ from shardmake.core.fingerprint import FileEntry
 from shardmake.core.run_folder import make_folder, remove
 from shardmake.core.units import format_bytes, format_duration
 from shardmake.run.attempt import AttemptDir, restarts
+from shardmake.run.training_settings import Retention
 from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (
     barrier,
@@ -265,7 +265,7 @@ class Saver:
         """Keep only the newest checkpoint (and the best), after verifying every byte of the newest."""
         newest = self._newest()
         if newest and not find_problems(newest[1]):
-            for path in store.prune(self.folder, self.retention.minimal()):
+            for path in store.prune(self.folder, Retention(keep=1, best=self.retention.best)):
                 logger.info("Removed %s to make room for the next checkpoint.", path.name)
 
     def _full_disk_error(self, error: BaseException, written: Path) -> DiskFullError | None:

@@ -14,7 +14,6 @@ import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import write_training_receipt
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import read_json
@@ -238,7 +237,7 @@ def make_callbacks(
     saver = Saver(
         rundir.checkpoints,
         describe,
-        Retention(**dict(checkpoints.retention)),
+        checkpoints.retention,
         attempt.checkpoint_bytes,
         _scratch_folder(context) if checkpoints.asynchronous else None,
         room_timeout(attempt.hang_seconds),

@@ -19,13 +19,13 @@ from pydantic import Field
 from shardmake.checkpoint import store
 from shardmake.checkpoint.node_files import read_listings, write_listing
 from shardmake.checkpoint.record import list_files
-from shardmake.checkpoint.store import Retention
 from shardmake.core.fingerprint import BLOCK, FileEntry
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
 from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.record import RunRecord
+from shardmake.run.training_settings import Retention
 
 _WORKERS = 4
 

@@ -8,7 +8,7 @@ import torch
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import find_problems
-from shardmake.checkpoint.store import Retention
+from shardmake.run.training_settings import Retention
 from shardmake.train.checkpoint_saver import Saver
 from tests.checkpoint_record import describe
 from tests.kill_at_write import Killer, points

@@ -1,14 +1,21 @@
-"""Driver jobs in `status`, `cancel --driver` and `logs --driver`; squeue and scancel are programs of this test."""
+"""Driver jobs: what submit refuses, and status, cancel --driver and logs --driver with programs in the place of Slurm's."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardmake.commands.driver_state import cancel_driver, describe_drivers, driver_jobs, read_driver_log
+from shardmake.commands.submit import _check, _options
+from shardmake.config.invocation import config_options
+from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.driver_script import refuse_while_driven
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow, new_driver_dir
 from shardmake.run.paths import RunDir
+from tests.programs import install_programs
+from tests.unit.config.samples import RUN
+from tests.unit.plans import make_cluster
 
 RUNNING = "12|RUNNING|c1|driver-0a1b"
 WAITING = "13|PENDING|(Dependency)|driver-0a1b"
@@ -20,38 +27,29 @@ REPEAT = "Fix the cause and run `shardmake submit` again."
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file with the queue; without it, Slurm does not answer."""
-    for name, line in {"squeue": f'cat {tmp_path}/queue && echo "$@" >> {tmp_path}/asked', "scancel": "echo"}.items():
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\n{line} "$@"\n' if name == "scancel" else f"#!/bin/sh\n{line}\n")
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    squeue = f'cat {tmp_path}/queue && echo "$@" >> {tmp_path}/asked'
+    install_programs(tmp_path, monkeypatch, {"squeue": squeue, "scancel": 'echo "$@"'})
     monkeypatch.chdir(tmp_path)
     return tmp_path / "queue"
 
 
 def submitted(runs: list[str], end: End | None = None, name: str = "driver-0a1b") -> DriverDir:
     folder = new_driver_dir(Path("runs"))
-    Workflow(name=name, user="ada", runs=runs, config="c.yaml", arguments=[], offline=True, lead_seconds=600).write(
-        folder.workflow
-    )
+    values = {"config": "c.yaml", "arguments": [], "offline": True, "lead_seconds": 600}
+    Workflow(name=name, user="ada", runs=runs, **values).write(folder.workflow)
     DriverState(jobs=["12"], end=end).write(folder.state)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("queue", "end", "text", "state"),
-    [
-        (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1.", "running"),
-        (f"{WAITING}\n", "continued", "job 13 is pending (Dependency).", "pending"),
-        ("", None, f"job 12 was killed or cancelled; {CONTINUE}", "killed"),
-        ("", "cancelled", f"job 12 was cancelled; {CONTINUE}", "cancelled"),
-        ("", "failed", f"job 12 ended, because a person is needed. {REPEAT}", "failed"),
-        (None, None, "Slurm does not say whether a driver job works on them.", "unknown"),
-    ],
-)
-def test_status_has_the_driver_job_of_a_run(
-    slurm: Path, queue: str | None, end: End | None, text: str, state: str
-) -> None:
+@pytest.mark.parametrize(("queue", "end", "text", "state"), [
+    (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1.", "running"),
+    (f"{WAITING}\n", "continued", "job 13 is pending (Dependency).", "pending"),
+    ("", None, f"job 12 was killed or cancelled; {CONTINUE}", "killed"),
+    ("", "cancelled", f"job 12 was cancelled; {CONTINUE}", "cancelled"),
+    ("", "failed", f"job 12 ended, because a person is needed. {REPEAT}", "failed"),
+    (None, None, "Slurm does not say whether a driver job works on them.", "unknown"),
+])  # fmt: skip
+def test_status_has_the_driver_job(slurm: Path, queue: str | None, end: End | None, text: str, state: str) -> None:
     if queue is not None:
         slurm.write_text(queue)
     submitted(["chat", "code"], end)
@@ -107,3 +105,39 @@ def test_the_driver_job_is_cancelled_and_its_output_is_shown(slurm: Path) -> Non
         read_driver_log(rundir, 2)
     folder.log.write_text("one\ntwo\nthree\n")
     assert read_driver_log(rundir, 2) == "==> runs/.driver/001/driver.log\ntwo\nthree"
+
+
+def test_the_job_gets_the_arguments_without_the_configuration() -> None:
+    words = [
+        "train", "--profile", "slurm", "--configfile", "a.yaml", "b.yaml", "--config", "x=1", "runs={}",
+        "--rerun-triggers", "mtime", "-k",
+    ]  # fmt: skip
+    assert config_options(words)[1] == ["train", "--profile", "slurm", "--rerun-triggers", "mtime", "-k"]
+
+
+@pytest.mark.parametrize("words", ["-F", "-f", "-R train_run", "--unlock", "--touch", "-d elsewhere"])
+def test_what_a_later_job_must_not_repeat_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used with submit: a driver job that continues"):
+        _options(["--profile", "slurm", *words.split()])
+
+
+@pytest.mark.parametrize(("to", "targets", "cluster", "refused"), [
+    ("hub:lab/chat", [], {}, True),
+    (["file:out", "s3://bucket/chat"], ["push"], {}, True), ("hub:lab/chat", ["evaluate"], {}, False),
+    ("file:out", [], {}, False),
+    ("hub:lab/chat", [], {"internet_on_compute_nodes": True}, False),
+])  # fmt: skip
+def test_a_push_of_the_job_is_refused(to: Any, targets: list[str], cluster: dict[str, Any], refused: bool) -> None:
+    config = parse_config({"cluster": "c.yaml", "runs": {"chat": RUN | {"push": {"to": to}}}}, "test")
+    found = make_cluster(executor="slurm", **cluster)
+    if not refused:
+        _check(config, found, targets)
+        return
+    with pytest.raises(ConfigError, match=r"^The driver job cannot push chat to .*Run `shardmake submit evaluate`"):
+        _check(config, found, targets)
+
+
+def test_a_machine_without_slurm_has_nothing_to_submit_to() -> None:
+    config = parse_config({"cluster": "c.yaml", "runs": {"chat": RUN}}, "test")
+    with pytest.raises(ConfigError, match=r"^There is nothing to submit to: c\.yaml has `executor: local`"):
+        _check(config, make_cluster(), [])

@@ -52,15 +52,11 @@ def test_any_name_of_a_file_is_read_back_unchanged(name: str) -> None:
     assert yaml.safe_load(Path("runs.yaml").read_text())["runs"]["my-base"]["data"]["train"] == f"{name}.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cluster": "none.yaml"}, "--cluster: 'none.yaml' is not a file."),
-        ({"data": "none.jsonl"}, "does not exist"),
-        ({"model": "./none"}, "is not a model folder"),
-        ({"name": "a/b"}, "cannot be the name of a run's folder"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"cluster": "none.yaml"}, "--cluster: 'none.yaml' is not a file."), ({"data": "none.jsonl"}, "does not exist"),
+    ({"model": "./none"}, "is not a model folder"),
+    ({"name": "a/b"}, "cannot be the name of a run's folder"),
+])  # fmt: skip
 def test_nothing_is_written_if_a_value_cannot_be_used(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         write(**changes)
@@ -110,14 +106,11 @@ def test_the_command_writes_a_folder_for_the_workflow_and_later_only_further_con
         assert yaml.safe_load(Path(profile, "config.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("words", "added"),
-    [
-        ([], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/local"]),
-        (["-n", "plan", "--configfile=a.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/slurm"]),
-        (["-s", "mine", "--profile", "x"], []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "added"), [
+    ([], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/local"]),
+    (["-n", "plan", "--configfile=a.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/slurm"]),
+    (["-s", "mine", "--profile", "x"], []),
+])  # fmt: skip
 def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> None:
     write("config/config.yaml")
     Path("nodes.yaml").write_text(json.dumps(CLUSTER | {"executor": "slurm"}))
@@ -133,13 +126,10 @@ def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> N
     assert [word.removeprefix("profiles/") for word in snakemake_arguments(words)] == [*own, *words]
 
 
-@pytest.mark.parametrize(
-    ("text", "objective", "batch", "epochs"),
-    [
-        ("x" * 44_000, "sft", 2, 3), ("x" * 220_000, "sft", 2, 1), ("x" * 4_400_000, "sft", 32, 1),
-        ("x" * 44_000_000, "sft", 64, 1), ("", "sft", 64, 1), ("{}\n" * 420, "dpo", 8, 1), ("{}\n" * 90, "kto", 4, 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "objective", "batch", "epochs"), [
+    ("x" * 44_000, "sft", 2, 3), ("x" * 220_000, "sft", 2, 1), ("x" * 4_400_000, "sft", 32, 1),
+    ("x" * 44_000_000, "sft", 64, 1), ("", "sft", 64, 1), ("{}\n" * 420, "dpo", 8, 1), ("{}\n" * 90, "kto", 4, 3),
+])  # fmt: skip
 def test_the_batch_follows_from_the_size_of_the_data(text: str, objective: Any, batch: int, epochs: int) -> None:
     Path("many.jsonl").write_text(text)
     write(data="many.jsonl" if text else "lab/on-the-hub", objective=objective)
@@ -155,14 +145,12 @@ def test_the_batch_is_a_multiple_of_the_ranks_and_the_learning_rate_follows_the_
 
 
 def test_a_file_of_another_tool_becomes_a_run_and_lists_the_rest(folder: Path) -> None:
-    Path("axolotl.yaml").write_text(
-        yaml.safe_dump({"base_model": "my base", "datasets": [{"path": "train.jsonl"}], "neftune_noise_alpha": 5})
-    )
+    theirs = {"base_model": "my base", "datasets": [{"path": "train.jsonl"}], "neftune_noise_alpha": 5}
+    Path("axolotl.yaml").write_text(yaml.safe_dump(theirs))
     words = ["init", "--from", "axolotl.yaml", "--cluster", "cluster.yaml", "--objective", "sft"]
     done = CliRunner().invoke(app, words)
-    assert (
-        done.exit_code == 0 and "Not translated, and may change the result:\n  neftune_noise_alpha: 5\n" in done.output
-    )
+    assert done.exit_code == 0
+    assert "Not translated, and may change the result:\n  neftune_noise_alpha: 5\n" in done.output
     written = Path("config/config.yaml")
     assert "#   neftune_noise_alpha: 5\n" in written.read_text()
     run = load_config(written).runs["my-base"]

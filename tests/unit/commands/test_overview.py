@@ -6,6 +6,7 @@ import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,17 +61,14 @@ def test_a_row_has_progress_for_people_and_for_programs(training: RunDir) -> Non
     assert read["stages"]["evaluate"] == "outdated" and read["last_event"]["text"] == "job 12 submitted"
 
 
-def test_a_run_that_cannot_be_read_and_one_without_a_job_are_valid_output() -> None:
-    row = RunState(run="chat", state="cannot be read: no permission").as_json()
-    assert row["driver_job"] is None and row["step"] is None and RunState.model_validate(row).run == "chat"
-
-
 def test_time_left_is_unknown_without_a_total_or_a_speed(tmp_path: Path) -> None:
     beat = Heartbeat(rank=0, host="c1", pid=1, phase="train", step=3, time=0.0, median_step_seconds=0.0)
     assert read_progress(make_rundir(tmp_path), beat)["seconds_left"] is None
     found = read_progress(RunDir(tmp_path / "none"), beat.model_copy(update={"median_step_seconds": 1.0}))
     assert found["step_seconds"] == 1 and found["total"] is None and found["seconds_left"] is None
     assert RunState(run="chat", state="training", step=3).progress() == "step 3"
+    row = RunState(run="chat", state="cannot be read: no permission").as_json()
+    assert row["driver_job"] is None and row["step"] is None and RunState.model_validate(row).run == "chat"
 
 
 def test_the_last_event_is_the_newest_record(training: RunDir) -> None:
@@ -124,16 +122,10 @@ def test_the_list_has_sweeps_and_folders_of_other_runs(training: RunDir) -> None
     ]
 
 
-def test_watch_needs_a_terminal_and_ends_with_an_interrupt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_ends_with_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"^--watch cannot be used: the output is not a terminal\."):
         status.watch(lambda: [])
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", interrupt)
+    monkeypatch.setattr("time.sleep", Mock(side_effect=KeyboardInterrupt))
     status.watch(lambda: [RunState(run="chat", stage="train", state="training")])
     assert "chat" in capsys.readouterr().out

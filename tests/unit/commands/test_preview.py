@@ -29,24 +29,16 @@ def test_slurm_preview_contains_script_command_environment_and_files(tmp_path: P
     cluster = make_cluster(executor="slurm", accelerator="a100-80gb", network_interface="ib0")
     rundir = RunDir(tmp_path / "docs-chat")
     text = preview(make_plan("zero3"), run, cluster, rundir)
-    for words in (
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=1",
-        "NCCL_SOCKET_IFNAME==ib0",
-        "HF_DATASETS_OFFLINE=1 HF_HUB_OFFLINE=1",
-        "TRITON_CACHE_DIR=/tmp/shardmake-",
-        "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
-        "distributed_type: DEEPSPEED",
-        '"stage": 3',
-        '"learning_rate": 0.001',
-    ):
-        assert words in text
-    assert not rundir.root.exists()
+    shown = {
+        "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "NCCL_SOCKET_IFNAME==ib0",
+        "HF_DATASETS_OFFLINE=1 HF_HUB_OFFLINE=1", "TRITON_CACHE_DIR=/tmp/shardmake-",
+        "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT", "distributed_type: DEEPSPEED",
+        '"stage": 3', '"learning_rate": 0.001',
+    }  # fmt: skip
+    assert {words for words in shown if words not in text} == set() and not rundir.root.exists()
 
 
-def test_a_password_in_the_setup_of_jobs_is_not_shown(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_in_the_setup_is_not_shown(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_SECRET", "Plant-by-value-1")
     setup = ["export DB_PASSWORD=Plant77w!", "login Plant-by-value-1", "module load x"]
     cluster = make_cluster(executor="slurm", slurm={"setup": setup})

@@ -37,21 +37,16 @@ def write(*texts: tuple[str, str]) -> None:
         os.utime(name, (1e9 + second, 1e9 + second))
 
 
-@pytest.mark.parametrize(
-    ("texts", "state", "line"),
-    [
-        ([(OWN, REFUSED)], "failed", "prompts.jsonl: line 3 is not valid JSON. (2001-09-09"),
-        ([(OWN, REFUSED), (SLURM, f"{REFUSED}{INNER}")], "failed", "line 3 is not valid JSON. (2001-09-09"),
-        ([(OWN, REFUSED), (SLURM, f"{NO_CONTROLLER}\n{INNER}")], "failed", f"{NO_CONTROLLER} (job 8, 2001"),
-        ([(SLURM, "a\nslurmstepd: error: Detected 1 oom_kill event in StepId=8.\n")], "failed", "(job 8, 2001-09-09"),
-        ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28T04:00:00 ***\n")], "cancelled", "JOB 8"),
-        ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28 DUE TO TIME LIMIT ***")], "failed", ""),
-        ([(OWN, "Reading.\n50%\n")], "unfinished", "50% ("),
-    ],
-)
-def test_a_stage_without_a_result_has_its_state_and_its_last_line(
-    rundir: RunDir, texts: list[tuple[str, str]], state: str, line: str
-) -> None:
+@pytest.mark.parametrize(("texts", "state", "line"), [
+    ([(OWN, REFUSED)], "failed", "prompts.jsonl: line 3 is not valid JSON. (2001-09-09"),
+    ([(OWN, REFUSED), (SLURM, f"{REFUSED}{INNER}")], "failed", "line 3 is not valid JSON. (2001-09-09"),
+    ([(OWN, REFUSED), (SLURM, f"{NO_CONTROLLER}\n{INNER}")], "failed", f"{NO_CONTROLLER} (job 8, 2001"),
+    ([(SLURM, "a\nslurmstepd: error: Detected 1 oom_kill event in StepId=8.\n")], "failed", "(job 8, 2001-09-09"),
+    ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28T04:00:00 ***\n")], "cancelled", "JOB 8"),
+    ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28 DUE TO TIME LIMIT ***")], "failed", ""),
+    ([(OWN, "Reading.\n50%\n")], "unfinished", "50% ("),
+])  # fmt: skip
+def test_a_stage_has_state_and_last_line(rundir: RunDir, texts: list[tuple[str, str]], state: str, line: str) -> None:
     write(*texts)
     run = make_run()
     shown = read_state(run, make_cluster(), rundir, None)
@@ -80,9 +75,8 @@ def test_slurms_queue_says_which_stages_wait_or_run(rundir: RunDir, monkeypatch:
 
 def test_a_command_on_this_machine_is_running(rundir: RunDir) -> None:
     write((OWN, "Reading.\n"))
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()", "shardmake", "data", "x"], stdin=subprocess.PIPE
-    ) as process:
+    command = [sys.executable, "-c", "input()", "shardmake", "data", "x"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         assert ("data", "x") in local_stages()
         assert stage_end(rundir, "data", {}, local_stages()) == stage_logs.StageEnd("running", "Reading.")
         process.communicate(b"\n")
@@ -94,7 +88,5 @@ def test_a_description_without_weights_is_a_fetch_that_has_not_begun(rundir: Run
     rundir.sources.touch()
     assert stage_end(rundir, "fetch", {}, ()) is None
     write(("logs/x/fetch.log", "Fetched.\n"), ("logs/x/fetch-weights.log", "Error: no network.\n"))
-    assert last_message(rundir, "fetch") == (
-        rundir.root.parent.parent / "logs/x/fetch-weights.log",
-        ["Error: no network."],
-    )
+    log = rundir.root.parent.parent / "logs/x/fetch-weights.log"
+    assert last_message(rundir, "fetch") == (log, ["Error: no network."])

@@ -142,25 +142,15 @@ def test_a_length_in_epochs_is_converted_to_steps(training: RunDir) -> None:
     assert total_steps(training) == 32, "each epoch has whole batches"
 
 
-@pytest.mark.parametrize(
-    ("state", "nodes", "line", "words"),
-    [
-        ("PENDING", "(Resources)", "waits in the queue", "as job 12 (attempt 2)"),
-        ("PENDING", "(Priority)", "waits in the queue", "(attempt 2). Slurm does not know when it will start."),
-        (
-            "PENDING",
-            "(JobHeldAdmin)",
-            "waits in the queue",
-            "Slurm does not start job 12 until a person acts: JobHeldAdmin. Remove the reason and release",
-        ),
-        ("", "", "job 12 (attempt 2) has ended", ""),
-    ],
-)
-def test_a_job_that_does_not_run(
-    training: RunDir, monkeypatch: pytest.MonkeyPatch, state: str, nodes: str, line: str, words: str
-) -> None:
+@pytest.mark.parametrize(("state", "nodes", "words"), [
+    ("PENDING", "(Resources)", "as job 12 (attempt 2)"),
+    ("PENDING", "(Priority)", "(attempt 2). Slurm does not know when it will start."),
+    ("PENDING", "(JobHeldAdmin)", "Slurm does not start job 12 until a person acts: JobHeldAdmin. Remove the reason"),
+    ("", "", ""),
+])  # fmt: skip
+def test_a_waiting_job(training: RunDir, monkeypatch: pytest.MonkeyPatch, state: str, nodes: str, words: str) -> None:
     answer(monkeypatch, training, state, nodes, start="|N/A" if nodes == "(Priority)" else "")
-    assert one_line(training) == f"chat  {line}"
+    assert one_line(training) == f"chat  {'waits in the queue' if state else 'job 12 (attempt 2) has ended'}"
     text = describe(finished_run.make_run(push=PUSH), SLURM, training)
     assert words in text and states(text)["train"] == ("queued" if state else "unfinished")
 
@@ -255,15 +245,11 @@ def test_rows_of_squeue_are_of_the_runs_own_job(training: RunDir) -> None:
     assert parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}")["12"].state is JobState.PENDING
 
 
-@pytest.mark.parametrize(
-    ("scores", "line"),
-    [
-        ({"preferences": finished_run.PREFERENCES}, "pairs: reward"),
-        ({"completions": finished_run.COMPLETIONS}, "completions: reward"),
-        (dict(finished_run.RATED), "pairs: preference"),
-    ],
-    ids=["pairs", "completions", "reward model"],
-)
+@pytest.mark.parametrize(("scores", "line"), [
+    ({"preferences": finished_run.PREFERENCES}, "pairs: reward"),
+    ({"completions": finished_run.COMPLETIONS}, "completions: reward"),
+    (dict(finished_run.RATED), "pairs: preference"),
+], ids=["pairs", "completions", "reward model"])  # fmt: skip
 def test_scores_are_shown(finished: RunDir, scores: dict[str, Any], line: str) -> None:
     finished_run.EVALUATED.model_copy(update=scores).write(finished.evaluation)
     text = describe(finished_run.make_run(push=PUSH), LOCAL, finished)

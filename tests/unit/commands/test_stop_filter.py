@@ -58,13 +58,10 @@ ENDED = "The driver of {} ended. The training's job, if there is one, is not aff
 INTERRUPTED = "evaluate of {} was interrupted. The same command continues it."
 
 
-@pytest.mark.parametrize(
-    ("stage", "statuses", "line"),
-    [("train", (3, 3), STOPPED), ("train", (130, 143), ENDED), ("evaluate", (130,), INTERRUPTED)],
-)
-def test_a_stop_before_the_first_attempt_and_what_a_signal_ended_are_no_failures(
-    tmp_path: Path, stage: str, statuses: tuple[int, ...], line: str
-) -> None:
+@pytest.mark.parametrize(("stage", "statuses", "line"), [
+    ("train", (3, 3), STOPPED), ("train", (130, 143), ENDED), ("evaluate", (130,), INTERRUPTED),
+])  # fmt: skip
+def test_stops_and_signals_are_no_failures(tmp_path: Path, stage: str, statuses: tuple[int, ...], line: str) -> None:
     ends = dict(zip("ab", statuses, strict=False))
     failures = [one for run, status in ends.items() for one in failure(run, status, stage)]
     found = printed(StopFilter(tmp_path), *failures, *the_end())

@@ -34,10 +34,10 @@ def optimizer(folder: Path, model: Path) -> dict[str, Any]:
     from shardmake.config.models import Run
     from shardmake.doctor.kernels import BITSANDBYTES
     from shardmake.plan.refusals import unsuitable
-    from tests.unit.train.test_learning_check import test_what_transformers_builds_from_the_rendered_arguments_passes
+    from tests.unit.train.test_learning_check import test_what_transformers_builds_passes
 
     run, arguments = card(folder / "optimizer", optimizer=OPTIMIZER)
-    test_what_transformers_builds_from_the_rendered_arguments_passes(folder, OPTIMIZER, "cosine", has_vectors=True)
+    test_what_transformers_builds_passes(folder, OPTIMIZER, "cosine", has_vectors=True)
     return {
         **run,
         "estimate": estimated(model, "--optimizer", OPTIMIZER),

@@ -13,11 +13,8 @@ RUN: dict[str, Any] = {
     "max_steps": 60, "learning_rate": 0.001,
 }  # fmt: skip
 CLUSTER: dict[str, Any] = {
-    "executor": "slurm",
-    "processes_per_node": 4,
-    "cpus_per_node": 64,
-    "memory_gib_per_node": 480,
-}
+    "executor": "slurm", "processes_per_node": 4, "cpus_per_node": 64, "memory_gib_per_node": 480,
+}  # fmt: skip
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -18,14 +18,8 @@ def parse(runs: Any, defaults: Any = None) -> Config:
 
 
 def test_a_chain_leads_back_to_the_first_base_model() -> None:
-    runs = parse(
-        {
-            "last": {"model": "run:second"},
-            "first": {"revision": "v1"},
-            "second": {"base": "first", "model": "run:first"},
-        },
-        RUN,
-    ).runs
+    second = {"base": "first", "model": "run:first"}
+    runs = parse({"last": {"model": "run:second"}, "first": {"revision": "v1"}, "second": second}, RUN).runs
     assert chain_of("last", runs) == ["first", "second", "last"] and chain_of("first", runs) == ["first"]
     start = with_first_model("last", runs)
     assert (start.model, start.revision) == ("org/base", "v1")
@@ -51,13 +45,8 @@ def test_the_chat_template_comes_from_the_run_before() -> None:
 
 
 def test_sweeps_at_both_ends_of_a_chain() -> None:
-    runs = parse(
-        {
-            "sft": {"sweep": {"seed": [1, 2]}},
-            "dpo": {"base": "sft", "sweep": {"model": ["run:sft-s1", "run:sft-s2"], "learning_rate": [1e-4, 1e-5]}},
-        },
-        RUN,
-    ).runs
+    sweep = {"model": ["run:sft-s1", "run:sft-s2"], "learning_rate": [1e-4, 1e-5]}
+    runs = parse({"sft": {"sweep": {"seed": [1, 2]}}, "dpo": {"base": "sft", "sweep": sweep}}, RUN).runs
     assert sorted(chain_of(name, runs)[0] for name in runs if name.startswith("dpo")) == ["sft-s1"] * 2 + ["sft-s2"] * 2
 
 
@@ -72,24 +61,21 @@ ADAPTER: Any = {"lora": {"adapter": "run:a"}}
 SAME: Any = {"base": "a", **ADAPTER}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"a": {**LORA, "lora": {"adapter": "run:b"}}}, "from its own adapter (a -> b -> a). Name a base adapter"),
-        ({"b": {**LORA, "lora": {"adapter": "run:x"}}}, "run 'x' does not exist"),
-        ({"b": {**LORA, "lora": {"rank": 8, "adapter": "run:a"}}}, "another kind of adapter (rank: 16, not 8)"),
-        ({"b": {**SAME, "model": "org/b"}}, "(model: org/base, not org/b)"),
-        ({"a": RUN, "b": {**SAME, "method": "lora"}}, "(adapters: False, not True)"),
-        ({"b": {**SAME, "resume_from": "x"}}, "resume_from has no effect with lora.adapter"),
-        ({"a": {**LORA, "resume_from": "x"}, "b": {**LORA, **ADAPTER}}, "cannot be continued with its resume_from: x"),
-        ({"a": {**LORA, "script": "t.py"}, "b": {**LORA, **ADAPTER}}, "with its script: t.py. Start from its merged"),
-        ({"a": {**LORA, "lora": {"targets": ["q_proj", "lm_head"]}}}, "with its lora.targets: lm_head"),
-        ({"a": {**LORA, "lora": {"train_tokens": ["<a>"]}}}, "with its lora.train_tokens: <a>"),
-        ({"b": {**SAME, "script": "t.py"}}, "lora.adapter has no effect with script"),
-        ({"b": {**SAME, "packing": False, "objective": "dpo"}}, "Set dpo.reference: precomputed"),
-        ({"b": {**SAME, "packing": False, "objective": "reward"}}, "whose new head the adapter does not have"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"a": {**LORA, "lora": {"adapter": "run:b"}}}, "from its own adapter (a -> b -> a). Name a base adapter"),
+    ({"b": {**LORA, "lora": {"adapter": "run:x"}}}, "run 'x' does not exist"),
+    ({"b": {**LORA, "lora": {"rank": 8, "adapter": "run:a"}}}, "another kind of adapter (rank: 16, not 8)"),
+    ({"b": {**SAME, "model": "org/b"}}, "(model: org/base, not org/b)"),
+    ({"a": RUN, "b": {**SAME, "method": "lora"}}, "(adapters: False, not True)"),
+    ({"b": {**SAME, "resume_from": "x"}}, "resume_from has no effect with lora.adapter"),
+    ({"a": {**LORA, "resume_from": "x"}, "b": {**LORA, **ADAPTER}}, "cannot be continued with its resume_from: x"),
+    ({"a": {**LORA, "script": "t.py"}, "b": {**LORA, **ADAPTER}}, "with its script: t.py. Start from its merged"),
+    ({"a": {**LORA, "lora": {"targets": ["q_proj", "lm_head"]}}}, "with its lora.targets: lm_head"),
+    ({"a": {**LORA, "lora": {"train_tokens": ["<a>"]}}}, "with its lora.train_tokens: <a>"),
+    ({"b": {**SAME, "script": "t.py"}}, "lora.adapter has no effect with script"),
+    ({"b": {**SAME, "packing": False, "objective": "dpo"}}, "Set dpo.reference: precomputed"),
+    ({"b": {**SAME, "packing": False, "objective": "reward"}}, "whose new head the adapter does not have"),
+])  # fmt: skip
 def test_an_adapter_of_another_run_belongs_to_the_same_base_model(changes: dict[str, Any], message: str) -> None:
     runs = {"a": LORA, "b": SAME, "c": {"base": "b", "lora": {"adapter": "run:b"}}}
     assert chain_of("c", parse(runs).runs) == ["a", "b", "c"]

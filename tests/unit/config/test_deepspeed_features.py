@@ -91,16 +91,13 @@ def test_every_flag_of_their_launcher_exists() -> None:
     assert all(f'"{flag}"' in source for flag in flags) and "--num_gpus" in flags
 
 
-@pytest.mark.parametrize(
-    ("module", "exists"),
-    [
-        ("deepspeed.runtime.fp16.onebit", False), ("deepspeed.ops.sparse_attention", False),
-        ("deepspeed.elasticity", False), ("deepspeed.compression.compress", False), ("deepspeed.nebula", False),
-        ("mii", False), ("deepspeed.autotuning.autotuner", True), ("deepspeed.inference.engine", True),
-        ("deepspeed.moe.layer", True), ("deepspeed.pipe", True), ("deepspeed.profiling.flops_profiler", True),
-        ("deepspeed.runtime.sequence_parallel.ulysses_sp", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("module", "exists"), [
+    ("deepspeed.runtime.fp16.onebit", False), ("deepspeed.ops.sparse_attention", False),
+    ("deepspeed.elasticity", False), ("deepspeed.compression.compress", False), ("deepspeed.nebula", False),
+    ("mii", False), ("deepspeed.autotuning.autotuner", True), ("deepspeed.inference.engine", True),
+    ("deepspeed.moe.layer", True), ("deepspeed.pipe", True), ("deepspeed.profiling.flops_profiler", True),
+    ("deepspeed.runtime.sequence_parallel.ulysses_sp", True),
+])  # fmt: skip
 def test_the_modules_behind_the_features_are_there_or_gone(module: str, exists: bool) -> None:
     try:
         assert (importlib.util.find_spec(module) is not None) == exists

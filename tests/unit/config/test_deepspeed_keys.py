@@ -3,7 +3,6 @@
 Each test fails if an upgrade adds, removes or revives a key, changes a default, or starts to use an ignored key.
 """
 
-import importlib.util
 import inspect
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -162,7 +161,14 @@ def test_the_values_without_effect_are_deepspeeds_defaults(read: dict[str, Any])
 
 def test_the_one_bit_optimizers_are_gone() -> None:
     assert not {name.lower() for name in REMOVED_OPTIMIZERS} & {*installed.DEEPSPEED_OPTIMIZERS}
-    assert importlib.util.find_spec("deepspeed.runtime.fp16.onebit") is None
+
+
+def test_autotuning_ends_the_process_and_no_quantized_kernel_is_for_the_cpu() -> None:
+    from deepspeed.ops.op_builder import cpu, npu
+
+    assert "exit()" in inspect.getsource(deepspeed.DeepSpeedEngine._autotuning_exit)
+    assert "self._autotuning_exit()" in inspect.getsource(deepspeed.DeepSpeedEngine.step)
+    assert not hasattr(cpu, "QuantizerBuilder") and hasattr(npu, "QuantizerBuilder")
 
 
 def files_with(package: Any, text: str) -> set[str]:
@@ -170,16 +176,13 @@ def files_with(package: Any, text: str) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*.py") if text in path.read_text()}
 
 
-@pytest.mark.parametrize(
-    ("text", "files"),
-    [
-        ("._config.pipeline", {"runtime/pipe/engine.py"}),
-        (".disable_allgather", {"runtime/config.py"}),
-        ("dataloader_drop_last()", {"runtime/engine.py"}),
-        ("self._config.use_data_before_expert_parallel_", {"runtime/engine.py"}),
-        ("convert_to_random_ltd(", {"runtime/data_pipeline/data_routing/helper.py"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "files"), [
+    ("._config.pipeline", {"runtime/pipe/engine.py"}),
+    (".disable_allgather", {"runtime/config.py"}),
+    ("dataloader_drop_last()", {"runtime/engine.py"}),
+    ("self._config.use_data_before_expert_parallel_", {"runtime/engine.py"}),
+    ("convert_to_random_ltd(", {"runtime/data_pipeline/data_routing/helper.py"}),
+])  # fmt: skip
 def test_ignored_keys_are_read_only_where_trainer_does_not_get(text: str, files: set[str]) -> None:
     assert files_with(deepspeed, text) == files
 
@@ -196,18 +199,6 @@ def test_accelerate_and_trainer_give_deepspeed_no_data() -> None:
     for path in (folder / "trainer.py", folder / "integrations/deepspeed.py", folder / "modeling_utils.py"):
         for text in ("training_data=", "random_ltd", "PipelineModule", "deepspeed.checkpointing"):
             assert text not in path.read_text(), (path, text)
-
-
-def test_autotuning_ends_the_process() -> None:
-    source = inspect.getsource(deepspeed.DeepSpeedEngine._autotuning_exit)
-    assert "exit()" in source
-    assert "self._autotuning_exit()" in inspect.getsource(deepspeed.DeepSpeedEngine.step)
-
-
-def test_the_quantized_kernels_are_not_for_the_cpu() -> None:
-    from deepspeed.ops.op_builder import cpu, npu
-
-    assert not hasattr(cpu, "QuantizerBuilder") and hasattr(npu, "QuantizerBuilder")
 
 
 def test_every_row_of_the_deepspeed_table_says_what_to_know() -> None:

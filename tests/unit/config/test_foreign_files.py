@@ -107,14 +107,11 @@ def test_every_key_of_trl_is_one_of_its_classes() -> None:
     assert {*TRL.keys, *TRL.batch, *TRL.defaults} - known == {"warmup_ratio"}, "of older versions of transformers"
 
 
-@pytest.mark.parametrize(
-    ("values", "key", "value"),
-    [
-        (FACTORY, "pref_loss", "simpo"), (FACTORY, "lr_scheduler_type", "warmup_of_tomorrow"),
-        (FACTORY, "val_size", 100), (AXOLOTL, "warmup_steps", 123),
-        (SMALL_TRL, "report_to", ["a tracker of tomorrow"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "key", "value"), [
+    (FACTORY, "pref_loss", "simpo"), (FACTORY, "lr_scheduler_type", "warmup_of_tomorrow"),
+    (FACTORY, "val_size", 100), (AXOLOTL, "warmup_steps", 123),
+    (SMALL_TRL, "report_to", ["a tracker of tomorrow"]),
+])  # fmt: skip
 def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: str, value: Any) -> None:
     run, _, untranslated = run_of({**values, key: value})
     assert key in untranslated and repr(value) not in str(run)
@@ -124,9 +121,8 @@ def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: s
 def test_what_a_data_set_says_is_translated_or_listed() -> None:
     """Keys of one data set, and those of an objective that the run does not have."""
     pair = {"path": "org/x", "type": "chat_template.default", "field_messages": "turns", "split": "train[:9%]"}
-    run, _, left = run_of(
-        {**AXOLOTL, "rl": "dpo", "sample_packing": False, "datasets": [pair | {"roles": {"user": ["u"]}}]}
-    )
+    pairs = {"rl": "dpo", "sample_packing": False, "datasets": [pair | {"roles": {"user": ["u"]}}]}
+    run, _, left = run_of({**AXOLOTL, **pairs})
     assert run["data"]["train"] == [{"source": "org/x", "format": "preference", "columns": {"prompt": "turns"}}]
     assert {"datasets[0].split", "datasets[0].roles"} <= left
     assert "datasets[0].type" in run_of({**AXOLOTL, "datasets": [{"path": "x", "type": "alpaca:phi"}]})[2]
@@ -150,18 +146,13 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
     assert run_of({**sft, "dataset": "hubs"})[0]["data"]["train"] == [{"source": "org/x"}]
 
 
-@pytest.mark.parametrize(
-    ("given", "ratio"),
-    [
-        ({"warmup_steps": 10, "warmup_ratio": 0.05, "max_steps": 100}, 0.1),
-        ({"warmup_ratio": 0.05, "warmup_steps": 10, "max_steps": 100}, 0.1),
-        ({"warmup_ratio": 0.1, "warmup_steps": 0}, 0.1), ({"warmup_steps": 0}, 0), ({"warmup_steps": "auto"}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "ratio"), [
+    ({"warmup_steps": 10, "warmup_ratio": 0.05, "max_steps": 100}, 0.1),
+    ({"warmup_ratio": 0.05, "warmup_steps": 10, "max_steps": 100}, 0.1),
+    ({"warmup_ratio": 0.1, "warmup_steps": 0}, 0.1), ({"warmup_steps": 0}, 0), ({"warmup_steps": "auto"}, None),
+])  # fmt: skip
 @pytest.mark.parametrize("values", [AXOLOTL, FACTORY, SMALL_TRL])
-def test_steps_of_the_warm_up_come_before_its_ratio(
-    values: dict[str, Any], given: dict[str, Any], ratio: float | None
-) -> None:
+def test_steps_of_warm_up_precede_its_ratio(values: dict[str, Any], given: dict[str, Any], ratio: float | None) -> None:
     others = {key: value for key, value in values.items() if not key.startswith("warmup")}
     run, _, untranslated = run_of(others | given)
     assert run.get("warmup_ratio") == ratio and (ratio is not None or "warmup_steps" in untranslated)

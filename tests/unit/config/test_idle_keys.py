@@ -55,9 +55,8 @@ NAMED |= {"non_finite", "service_nodes", "service", "deepspeed_config", "acceler
 
 def rendered(run: Run) -> str:
     plan = make_plan("zero2")
-    plan = plan.model_copy(
-        update={"workload": plan.workload.model_copy(update={"method": run.method, "objective": run.objective})}
-    )
+    workload = plan.workload.model_copy(update={"method": run.method, "objective": run.objective})
+    plan = plan.model_copy(update={"workload": workload})
     files = render_files(plan, run, make_cluster(), make_model(), Path("runs/chat/train/attempts/001"))
     return json.dumps([files.accelerate, files.deepspeed, files.training.as_json()], default=str)
 
@@ -100,16 +99,11 @@ def test_the_tables_have_every_key_that_training_reads() -> None:
     assert read - {"cluster"} == TRAINING.keys() | OTHER.keys() | NAMED | content
 
 
-@pytest.mark.parametrize(
-    ("strategy", "executor", "trained"),
-    [
-        *product(STRATEGY_SPECS, ["slurm"], [{}]), ("zero2", "local", {}), ("zero2", "slurm", {"method": "lora"}),
-        *product(["zero2"], ["slurm"], [{"objective": name} for name in OBJECTIVES if name != "sft"]),
-    ],
-)  # fmt: skip
-def test_each_value_changes_plan_files_or_job_or_is_refused(
-    strategy: str, executor: Any, trained: dict[str, str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("strategy", "executor", "trained"), [
+    *product(STRATEGY_SPECS, ["slurm"], [{}]), ("zero2", "local", {}), ("zero2", "slurm", {"method": "lora"}),
+    *product(["zero2"], ["slurm"], [{"objective": name} for name in OBJECTIVES if name != "sft"]),
+])  # fmt: skip
+def test_every_value_acts_or_is_refused(strategy: str, executor: Any, trained: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
     cluster = make_cluster(
         executor=executor, accelerator="a100-80gb", processes_per_node=4, memory_gib_per_node=400.0,
@@ -130,18 +124,15 @@ def test_each_value_changes_plan_files_or_job_or_is_refused(
         assert is_used, f"{key} has no effect with {strategy}, {executor} and {trained}"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"lora": {"rank": 16}, "method": "full"}, {"lora": None}, {"lora": {"rank": 8}, "method": "qlora"},
-        {"scheduler": "constant", "warmup_ratio": 0}, {"scheduler": "constant"},
-        {"freeze": ["model.embed_tokens", "!*.norm"]},
-        {"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}},
-        {"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}},
-        {"push": {"to": ["file:a", "hub:a/b"], "revision": "x", "pull_request": True}},
-        {"script": "t.py", "script_args": ["--lr=$SHARDMAKE_LEARNING_RATE", "${SHARDMAKE_OUTPUT}/x", "$HOME", "$$SHARDMAKE_X", "5$"]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"lora": {"rank": 16}, "method": "full"}, {"lora": None}, {"lora": {"rank": 8}, "method": "qlora"},
+    {"scheduler": "constant", "warmup_ratio": 0}, {"scheduler": "constant"},
+    {"freeze": ["model.embed_tokens", "!*.norm"]},
+    {"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}},
+    {"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}},
+    {"push": {"to": ["file:a", "hub:a/b"], "revision": "x", "pull_request": True}},
+    {"script": "t.py", "script_args": ["--lr=$SHARDMAKE_LEARNING_RATE", "${SHARDMAKE_OUTPUT}/x", "$HOME", "$$SHARDMAKE_X", "5$"]},
+])  # fmt: skip
 def test_keys_with_an_effect_are_accepted(changes: dict[str, Any]) -> None:
-    """Those without one are rows of test_refusals."""
+    """Those without one are rows of refusals.yaml."""
     make_run(**changes)

@@ -45,9 +45,8 @@ def test_an_error_names_the_file_of_the_value_if_there_are_several() -> None:
 
 
 def test_a_sweep_is_the_product_of_its_values() -> None:
-    parsed = parse(
-        {"x": {"base": "s", "seed": 9}, "s": {**RUN, "sweep": {"learning_rate": ["1e-5", 2e-5], "seed": [1, 2]}}}
-    )
+    sweep = {"learning_rate": ["1e-5", 2e-5], "seed": [1, 2]}
+    parsed = parse({"x": {"base": "s", "seed": 9}, "s": {**RUN, "sweep": sweep}})
     names = ["s-lr1e-5-s1", "s-lr1e-5-s2", "s-lr2e-5-s1", "s-lr2e-5-s2"]
     assert list(parsed.runs) == ["x", *names] and parsed.sweeps == {"s": names}
     assert parsed.runs["s-lr2e-5-s1"] == make_run(learning_rate=2e-5, seed=1)
@@ -57,23 +56,16 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
 
 
 def test_a_sweep_may_be_a_list_of_points_in_sections() -> None:
-    sweep = [
-        {"lora": {"rank": 4}, "strategy": "zero2"},
-        {"lora.rank": 8, "data": {"train": "org/a very long name of data/x"}},
-    ]
-    points = expand_sweep("s", sweep)
-    assert list(points.values()) == [
-        {"lora": {"rank": 4}, "strategy": "zero2"},
-        {"lora": {"rank": 8}, "data": {"train": "org/a very long name of data/x"}},
-    ]
+    first, second = {"lora": {"rank": 4}, "strategy": "zero2"}, {"data": {"train": "org/a very long name of data/x"}}
+    points = expand_sweep("s", [first, {"lora.rank": 8, **second}])
+    assert list(points.values()) == [first, {"lora": {"rank": 8}, **second}]
     assert list(points) == ["s-r4-strategy-zero2", "s-r8-data-train-org-a-very-long-name-of-data-x"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1e-5, "1e-5"), ("1e-5", "1e-5"), ("1.0E-05", "1e-5"), (0.00015, "1.5e-4"), (0.001, "1e-3"), (0.1, "0.1"), (0.25, "0.25"),
-     (1, "1"), (1.0, "1"), (1000, "1000"), (0, "0"), (2**31, "2147483648"), (1.5, "1.5")],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "text"), [
+    (1e-5, "1e-5"), ("1e-5", "1e-5"), ("1.0E-05", "1e-5"), (0.00015, "1.5e-4"), (0.001, "1e-3"), (0.1, "0.1"), (0.25, "0.25"),
+    (1, "1"), (1.0, "1"), (1000, "1000"), (0, "0"), (2**31, "2147483648"), (1.5, "1.5"),
+])  # fmt: skip
 def test_every_spelling_of_a_number_gives_one_name(value: Any, text: str) -> None:
     assert list(expand_sweep("n", {"learning_rate": [value]})) == [f"n-lr{text}"]
 
@@ -86,11 +78,8 @@ def test_the_merged_file_holds_the_resolved_runs(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_every_value_with_its_origin(tmp_path: Path) -> None:
-    values = {
-        "cluster": "c",
-        "defaults": RUN,
-        "runs": {"a": {"seed": 1}, "b": {"base": "a", "method": "lora", "lora": {"rank": 8}}},
-    }
+    runs = {"a": {"seed": 1}, "b": {"base": "a", "method": "lora", "lora": {"rank": 8}}}
+    values = {"cluster": "c", "defaults": RUN, "runs": runs}
     first, second = write(tmp_path / "a.yaml", values), write(tmp_path / "b.yaml", {"defaults": {"max_steps": 5}})
     shown = CliRunner().invoke(app, ["config", "b", "--config", str(first)]).stdout
     lines = {line.split("#")[0].strip(): line.split("# ")[-1] for line in shown.splitlines()}

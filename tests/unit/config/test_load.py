@@ -1,5 +1,7 @@
-"""Reading and merging of configurations: YAML, JSON, several files."""
+"""Read and merge configurations: YAML, JSON, several files, and texts that the libraries' readers accept in part."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardmake.config.load import get_run, load_cluster, load_config, merge, read_yaml
 from shardmake.config.models import Config
+from shardmake.config.parse_text import parse_json, parse_yaml
 from shardmake.config.slurm_options import JobKind
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch.slurm_request import SlurmRequest
@@ -20,22 +23,19 @@ TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
-        ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
-        ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
-        ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
-        ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("slurm: {~: 1}", "slurm.None: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("8: 1", "8: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("on: 1", "1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-        ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
-        ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
-        ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "expected"), [
+    ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+    ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+    ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+    ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+    ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("slurm: {~: 1}", "slurm.None: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("8: 1", "8: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("on: 1", "1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
+    ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
+    ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
+    ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),
+])  # fmt: skip
 def test_values_that_yaml_converts_are_explained(line: str, expected: str, tmp_path: Path) -> None:
     path = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER) + line + "\n")
     with pytest.raises(ShardmakeError) as error:
@@ -50,24 +50,21 @@ def test_numbers_may_have_an_exponent(spelling: str, tmp_path: Path) -> None:
     assert load_config(path).runs["chat"].learning_rate == 5e-4
 
 
-def test_yaml_spellings_of_true_and_false_are_accepted(tmp_path: Path) -> None:
+def test_yaml_spellings_of_true_and_false_and_json_with_tabs_are_accepted(tmp_path: Path) -> None:
     text = yaml.safe_dump({"cluster": "c", "runs": {"chat": RUN}})
     assert not load_config(write(tmp_path / "c.yaml", text + "    packing: no\n")).runs["chat"].packing
+    assert read_yaml(write(tmp_path / "c.json", '{\n\t"cluster":\t"a"\n}\n')) == {"cluster": "a"}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' occurs twice."),
-        ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' occurs twice."),
-        ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
-         "token."),
-        ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
-        (b"cluster: a\nruns: \xff\n", "{path}, line 2 is not valid UTF-8. Save the file as UTF-8."),
-        ("", "{path} has no keys. See config/README.md for the keys."),
-        ("- a\n", "{path} has no keys. See config/README.md for the keys."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' occurs twice."),
+    ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
+     "token."),
+    ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
+    (b"cluster: a\nruns: \xff\n", "{path}, line 2 is not valid UTF-8. Save the file as UTF-8."),
+    ("", "{path} has no keys. See config/README.md for the keys."),
+    ("- a\n", "{path} has no keys. See config/README.md for the keys."),
+])  # fmt: skip
 def test_invalid_yaml_is_rejected_with_its_line(text: str | bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -76,24 +73,16 @@ def test_invalid_yaml_is_rejected_with_its_line(text: str | bytes, message: str,
     assert str(error.value) == message.format(path=path)
 
 
-def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:
-    assert read_yaml(write(tmp_path / "c.json", '{\n\t"cluster":\t"a"\n}\n')) == {"cluster": "a"}
-
-
 def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ShardmakeError) as error:
-        load_cluster(Path("c.yaml"))
-    advice = "Name a cluster file, such as config/clusters/local.yaml."
-    assert str(error.value) == f"cluster: 'c.yaml' does not exist in {tmp_path}. {advice}"
-    with pytest.raises(ShardmakeError) as error:
-        load_cluster(tmp_path)
-    assert str(error.value) == f"cluster: '{tmp_path}' is a folder. {advice}"
-    with pytest.raises(ShardmakeError) as error:
-        load_config(tmp_path / "d.yaml")
-    assert (
-        str(error.value) == f"'{tmp_path}/d.yaml' does not exist. Name an existing file, or write one: shardmake init"
-    )
+    advice, missing = "Name a cluster file, such as config/clusters/local.yaml.", tmp_path / "d.yaml"
+    for load, path, message in (
+        (load_cluster, Path("c.yaml"), f"cluster: 'c.yaml' does not exist in {tmp_path}. {advice}"),
+        (load_cluster, tmp_path, f"cluster: '{tmp_path}' is a folder. {advice}"),
+        (load_config, missing, f"'{missing}' does not exist. Name an existing file, or write one: shardmake init"),
+    ):
+        with pytest.raises(ShardmakeError, match=f"^{re.escape(message)}$"):
+            load(path)
 
 
 def test_later_files_override_earlier_ones(tmp_path: Path) -> None:
@@ -133,10 +122,9 @@ def test_merging_takes_every_leaf_of_the_update_and_keeps_the_others(base: Any, 
 def test_an_unknown_run_is_rejected() -> None:
     config = Config.model_validate({"cluster": "c", "runs": {"docs-chat": RUN, "other": RUN}})
     assert get_run(config, "other") == make_run()
-    with pytest.raises(ShardmakeError) as error:
+    expected = r"^Run 'doc-chat' does not exist\. Did you mean 'docs-chat'\? The runs are: docs-chat, other\.$"
+    with pytest.raises(ShardmakeError, match=expected):
         get_run(config, "doc-chat")
-    expected = "Run 'doc-chat' does not exist. Did you mean 'docs-chat'? The runs are: docs-chat, other."
-    assert str(error.value) == expected
 
 
 RECIPES = sorted((REPOSITORY / "examples/recipes").glob("*.yaml"))
@@ -159,3 +147,60 @@ def test_a_file_of_a_site_loads_and_says_that_it_did_not_run(file: Path) -> None
     assert f"| `{file.name}` |" in (REPOSITORY / "docs/reference/sites.md").read_text() and len(SITES) == 10
     jobs = [SlurmRequest(cluster, kind, 60, cpus=4, memory_mib=4096, gpus=1) for kind in JobKind]
     assert all("--mem" not in " ".join(job.sbatch()) for job in jobs) == (cluster.slurm.memory == "none")
+
+
+WRONG = {
+    "run: 1\nday: 2026-01-31\n": (2, "'2026-01-31' is a date. Write it in quotes"),
+    "day: 2026-13-45\n": (1, "month must be in 1..12"),
+    "rate: 0x_\n": (1, "invalid literal for int() with base 16: ''"),
+    "steps: 1" + 5000 * "0" + "\n": (1, "Exceeds the limit (4300 digits) for integer string conversion"),
+    "a: 1\nruns: &all\n  more: *all\n": (2, "the section contains itself"),
+    "runs: &all [*all]\n": (1, "the section contains itself"),
+    "\n\nlogo: !!binary aGVsbG8=\n": (3, "values with the tag 'binary' have no meaning here"),
+    "names: !!set {a, b}\n": (1, "values with the tag 'set' have no meaning here"),
+    'name: "\\ud800"\n': (1, "the text has half of a pair of Unicode surrogates"),
+    "a: 1\nb: 2\na: 3\n": (3, "the key 'a' occurs twice"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_each_unreadable_value_is_an_error_with_its_line(text: str) -> None:
+    with pytest.raises(yaml.MarkedYAMLError) as error:
+        parse_yaml(text)
+    assert error.value.problem_mark is not None
+    line, problem = WRONG[text]
+    assert error.value.problem_mark.line + 1 == line
+    assert str(error.value.problem).startswith(problem)
+
+
+def test_aliases_quoted_dates_and_whole_pairs_are_read() -> None:
+    text = "base: &base {model: m, data: &data {train: t}}\nrun: {<<: *base, data: *data, model: n, seed: 1}\n"
+    assert parse_yaml(text)["run"] == {"model": "n", "data": {"train": "t"}, "seed": 1}
+    assert parse_yaml("day: '2026-01-31'\nname: \"\U0001f600\"\n") == {"day": "2026-01-31", "name": "\U0001f600"}
+    assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]') == ["\U0001f600", "\\ud800"]
+
+
+def test_texts_of_endless_depth_are_refused() -> None:
+    with pytest.raises(yaml.YAMLError, match="nested too deeply"):
+        parse_yaml("[" * 3000)
+    with pytest.raises(json.JSONDecodeError, match="nested too deeply"):
+        parse_json("[" * 200_000)
+
+
+HALVES = '"\\ud800"', '["\\udc00"]', '{"a\\ud800": 1}', '["\\ud83d\\ude00", "\\ud83d!"]'
+WRONG_JSON = {5000 * "9": "the number has too many digits"} | dict.fromkeys(
+    HALVES, "the text has half of a pair of Unicode surrogates"
+)
+
+
+def test_a_number_of_too_many_digits_and_half_of_a_surrogate_pair_in_json_are_errors_of_their_line() -> None:
+    for value, message in WRONG_JSON.items():
+        with pytest.raises(json.JSONDecodeError) as error:
+            parse_json('{\n"name": ' + value + "}")
+        assert (error.value.lineno, error.value.msg) == (2, message)
+
+
+def test_a_byte_order_mark_is_an_error_of_json_alone() -> None:
+    assert parse_yaml("\ufeffseed: 1\n") == {"seed": 1}
+    with pytest.raises(json.JSONDecodeError, match=r"byte order mark \(BOM\).* Save the file as UTF-8 without BOM"):
+        parse_json('\ufeff{"seed": 1}')

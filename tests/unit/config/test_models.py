@@ -54,13 +54,6 @@ def names_differ(values: dict[str, Any]) -> bool:
 names = st.from_regex(r"[A-Za-z0-9][\w.-]{0,8}", fullmatch=True).filter(str.isascii)
 
 
-def test_text_of_several_lines_is_taken_where_it_has_a_meaning() -> None:
-    run = make_run(
-        evaluation={"prompts": ["a\n\tb"]}, notify={"command": "date\nhostname"}, script="t.py", script_args=[""]
-    )
-    assert (run.evaluation.prompts, run.script_args) == (["a\n\tb"], [""])
-
-
 @given(values=st.dictionaries(names, runs, min_size=1, max_size=3).filter(names_differ))
 def test_a_config_is_equal_after_writing_and_reading(values: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = parse_config({"cluster": "c.yaml", "runs": values}, "test")
@@ -140,20 +133,21 @@ def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cluster.nvme_path, cluster.cache, cluster.scratch) == ("/data/n", "/home/ada/c", "/data")
     assert cluster.accelerator == "a100-80gb"
     assert parse_config({"cluster": "~/c.yaml", "runs": {"chat": RUN}}, "c").cluster == "/home/ada/c.yaml"
+    texts = {"evaluation": {"prompts": ["a\n\tb"]}, "notify": {"command": "date\nhostname"}}
+    run = make_run(**texts, script="t.py", script_args=[""])  # several lines, where they have a meaning
+    assert (run.evaluation.prompts, run.script_args) == (["a\n\tb"], [""])
 
 
-@pytest.mark.parametrize(
-    ("limit", "minutes"),
-    [("24:00:00", 1440), ("1-00:00:00", 1440), ("00:30:00", 30), ("00:00:01", 1), ("2-03:04:05", 3065), ("100:00:00", 6000)],
-)  # fmt: skip
+@pytest.mark.parametrize(("limit", "minutes"), [
+    ("24:00:00", 1440), ("1-00:00:00", 1440), ("00:30:00", 30), ("00:00:01", 1), ("2-03:04:05", 3065), ("100:00:00", 6000),
+])  # fmt: skip
 def test_a_time_limit_in_minutes_is_rounded_up(limit: str, minutes: int) -> None:
     assert Cluster(**CLUSTER, slurm={"time_limit": limit}).slurm.time_limit_minutes == minutes
 
 
-@pytest.mark.parametrize(
-    ("values", "steps", "most"),
-    [({}, 100, 2), ({"every_steps": 200}, 100, 1), ({"every_steps": 10, "keep": 3}, 100, 3), ({"every_steps": 10}, None, 2),
-     ({"every_steps": "auto"}, 5, 2), ({"keep_every_steps": 50, "every_steps": 10}, 100, 4)],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "steps", "most"), [
+    ({}, 100, 2), ({"every_steps": 200}, 100, 1), ({"every_steps": 10, "keep": 3}, 100, 3), ({"every_steps": 10}, None, 2),
+    ({"every_steps": "auto"}, 5, 2), ({"keep_every_steps": 50, "every_steps": 10}, 100, 4),
+])  # fmt: skip
 def test_a_run_that_saves_once_keeps_one_checkpoint(values: dict[str, Any], steps: int | None, most: int) -> None:
     assert Checkpoints(**values).most(steps) == most

@@ -17,10 +17,9 @@ def test_supervised_fine_tuning_is_the_default_and_reads_every_format_but_pairs(
     assert set(OBJECTIVES["sft"].data_formats) == set(get_args(DataFormat)) - {"preference", "unpaired-preference"}
 
 
-@pytest.mark.parametrize(
-    ("objective", "kind", "theirs"),
-    [("dpo", Dpo, "DPOConfig"), ("kto", Kto, "KTOConfig"), ("reward", Reward, "RewardConfig")],
-)
+@pytest.mark.parametrize(("objective", "kind", "theirs"), [
+    ("dpo", Dpo, "DPOConfig"), ("kto", Kto, "KTOConfig"), ("reward", Reward, "RewardConfig"),
+])  # fmt: skip
 def test_settings_have_the_defaults_of_trl(objective: Objective, kind: type, theirs: str) -> None:
     import trl
 

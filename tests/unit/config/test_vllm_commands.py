@@ -1,4 +1,4 @@
-"""The options for vLLM in docs/how-to/user-script.md are those of the installed TRL, which starts and asks the server."""
+"""Commands and runs in the docs are accepted, name variables that scripts get, and start vLLM as the installed TRL does."""
 
 import re
 import shlex
@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from shardmake.config.models import Run
+from shardmake.config.script_file import PREFIX, SCRIPT_VARIABLES
+from tests.replaced_commands import COMMON, RUNS
 from tests.unit.config.samples import RUN, merged
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/user-script.md"
@@ -54,3 +56,10 @@ def test_the_script_finds_the_server_with_trls_options(documented: dict[str, Any
     assert config.use_vllm and config.vllm_mode == "server"
     assert (config.vllm_server_host, config.vllm_server_port) == ("10.0.0.3", 12345)
     assert config.vllm_gpu_memory_utilization == 0.3 and config.vllm_group_port == 51216, "as the page says"
+
+
+@pytest.mark.parametrize("values", RUNS.values(), ids=RUNS.keys())
+def test_every_configuration_on_the_page_is_valid(values: dict[str, Any]) -> None:
+    run = Run(**COMMON | values)
+    used = {word.removeprefix("$") for word in run.script_args if word.startswith(f"${PREFIX}")}
+    assert run.script and used <= set(SCRIPT_VARIABLES)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -32,12 +33,9 @@ def test_an_unchanged_file_keeps_its_time(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_old_file_and_names_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill_up(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     write_text(path := tmp_path / "file", "old")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fill_up)
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left on device") as found:
             write_text(path, "new")
     assert found.value.filename == str(path) and list(tmp_path.iterdir()) == [path]
@@ -69,11 +67,8 @@ def test_json_is_equal_after_writing_and_reading(value: Any, tmp_path_factory: p
     path = tmp_path_factory.getbasetemp() / "round-trip.json"
     write_json(path, value)
     assert read_json(path, "nobody") == value
-
-
-def test_json_is_readable_and_keeps_the_order(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"b": 1, "a": [2]})
-    assert (tmp_path / "a.json").read_text() == '{\n  "b": 1,\n  "a": [\n    2\n  ]\n}\n'
+    write_json(path, {"b": 1, "a": [2]})
+    assert path.read_text() == '{\n  "b": 1,\n  "a": [\n    2\n  ]\n}\n', "readable, in the given order"
 
 
 def test_a_missing_file_and_invalid_json_name_the_command_that_writes_it(tmp_path: Path) -> None:

@@ -82,18 +82,14 @@ def test_torch_waits_for_a_leftover_lock_and_builds_after_its_removal(lock: Path
     assert lock.with_name("tiny.so").exists() and not lock.exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "namespace", "age", "removed"),
-    [
-        ("ext4", build_locks._HOST_PROCESSES, 0, True),
-        ("nfs4", build_locks._HOST_PROCESSES, 60, False),
-        ("nfs4", build_locks._HOST_PROCESSES, LONGEST_BUILD_SECONDS + 60, True),
-        ("lustre", build_locks._HOST_PROCESSES, 60, False),
-        ("overlay", "pid:[4026532200]", 0, True),
-        ("ext4", "pid:[4026532200]", 60, False),
-        ("ext4", "pid:[4026532200]", LONGEST_BUILD_SECONDS + 60, True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "namespace", "age", "removed"), [
+    ("ext4", build_locks._HOST_PROCESSES, 0, True),
+    ("nfs4", build_locks._HOST_PROCESSES, 60, False),
+    ("nfs4", build_locks._HOST_PROCESSES, LONGEST_BUILD_SECONDS + 60, True),
+    ("lustre", build_locks._HOST_PROCESSES, 60, False), ("overlay", "pid:[4026532200]", 0, True),
+    ("ext4", "pid:[4026532200]", 60, False),
+    ("ext4", "pid:[4026532200]", LONGEST_BUILD_SECONDS + 60, True),
+])  # fmt: skip
 def test_an_owner_that_may_run_elsewhere_keeps_its_lock_for_an_hour(
     lock: Path, monkeypatch: pytest.MonkeyPatch, kind: str, namespace: str, age: float, removed: bool
 ) -> None:

@@ -72,9 +72,7 @@ def test_errors_of_the_user_and_of_the_system_keep_class_and_message(environment
         run("denied", environment)
 
 
-def test_nothing_of_the_current_folder_is_imported(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_here_is_imported(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -m`` and ``python -c`` import from the current folder first; what libraries print is not the result."""
     (tmp_path / "downloaded").mkdir()
     monkeypatch.chdir(tmp_path / "downloaded")
@@ -111,14 +109,11 @@ def ask(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
     process.close()
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ("crash", r"child_module failed with exit status 1:\n(.*\n)*RuntimeError: a bug"),
-        ("abort", r"child_module failed with exit status -6:"),
-        ("kill", r"child_module was killed, most likely because the memory was used up:"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "message"), [
+    ("crash", r"child_module failed with exit status 1:\n(.*\n)*RuntimeError: a bug"),
+    ("abort", r"child_module failed with exit status -6:"),
+    ("kill", r"child_module was killed, most likely because the memory was used up:"),
+])  # fmt: skip
 def test_a_request_that_fails_leaves_the_process_intact(request_: str, message: str, ask: Callable[..., Any]) -> None:
     before = ask("state")
     with pytest.raises(RuntimeError, match=message):

@@ -25,20 +25,13 @@ def test_warnings_go_to_stderr_with_a_rank(capsys: pytest.CaptureFixture[str], r
     assert capsys.readouterr() == (f"{prefix}100 % of [data]\n", f"{prefix}WARNING: almost full\n")
 
 
-@pytest.mark.parametrize(
-    ("option", "level"),
-    [("--verbose", logging.DEBUG), ("-v", logging.DEBUG), ("--quiet", logging.WARNING), ("-q", logging.WARNING)],
-)
+@pytest.mark.parametrize(("option", "level"), [
+    ("--verbose", logging.DEBUG), ("-v", logging.DEBUG), ("--quiet", logging.WARNING), ("-q", logging.WARNING),
+])  # fmt: skip
 def test_options_of_the_command_line_set_the_level(option: str, level: int) -> None:
     """Also --quiet prints results."""
     assert "a100-80gb" in CliRunner().invoke(app, [option, "estimate", "--list-gpus"]).output
     assert logging.getLogger("shardmake").level == level
-
-
-def test_caplog_receives_records_after_another_test_configured_logging(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "shardmake")
-    log_all()
-    assert caplog.messages == ["100 % of [data]", "almost full"]
 
 
 def test_slow_work_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:

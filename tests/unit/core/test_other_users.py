@@ -124,9 +124,7 @@ def test_kernels_stay_in_one_folder_that_nobody_touched(scratch: Path) -> None:
 
 
 @with_every_trap
-def test_the_shared_answer_of_squeue_is_not_read_from_a_planted_folder(
-    scratch: Path, trap: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer_is_read_from_a_planted_folder(scratch: Path, trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     folder = scratch / f"shardmake-queue-{VICTIM}"
     set_trap(folder, trap)

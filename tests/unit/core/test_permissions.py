@@ -22,19 +22,16 @@ def mode(path: Path) -> str:
     return stat.filemode(path.stat().st_mode)
 
 
-def test_shared_folders_and_new_files_belong_to_the_group(tmp_path: Path) -> None:
-    share(tmp_path / "runs" / "chat")
-    assert mode(tmp_path / "runs" / "chat") == "drwxrws---", "others get no rights that the umask denies them"
-    (tmp_path / "runs" / "chat" / "plan.json").touch()
-    assert mode(tmp_path / "runs" / "chat" / "plan.json") == "-rw-rw----"
-
-
-@pytest.mark.parametrize(("umask", "expected"), [(0o022, "-rw-rw-r--"), (0o027, "-rw-rw----"), (0o002, "-rw-rw-r--")])
-def test_the_rights_of_others_stay_those_of_the_umask(tmp_path: Path, umask: int, expected: str) -> None:
+@pytest.mark.parametrize(("umask", "folder", "file"), [
+    (0o077, "drwxrws---", "-rw-rw----"), (0o022, "drwxrwsr-x", "-rw-rw-r--"), (0o027, "drwxrws---", "-rw-rw----"),
+    (0o002, "drwxrwsr-x", "-rw-rw-r--"),
+])  # fmt: skip
+def test_shared_folders_and_new_files_belong_to_the_group(tmp_path: Path, umask: int, folder: str, file: str) -> None:
+    """The rights of others stay those of the umask."""
     os.umask(umask)
-    share(tmp_path)
-    (tmp_path / "plan.json").touch()
-    assert mode(tmp_path / "plan.json") == expected
+    share(tmp_path / "runs" / "chat")
+    (tmp_path / "runs" / "chat" / "plan.json").touch()
+    assert (mode(tmp_path / "runs" / "chat"), mode(tmp_path / "runs" / "chat" / "plan.json")) == (folder, file)
 
 
 def test_a_private_folder_is_made_and_found_again(tmp_path: Path) -> None:
@@ -47,9 +44,7 @@ def test_a_private_folder_is_made_and_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trap", ["link", "open", "file", pytest.param("foreign", marks=pytest.mark.root)])
-def test_a_folder_that_somebody_else_could_fill_is_not_used(
-    tmp_path: Path, trap: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_others_can_fill_is_not_used(tmp_path: Path, trap: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "shardmake-1"
     if trap == "link":
         (tmp_path / "elsewhere").mkdir()

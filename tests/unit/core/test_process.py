@@ -47,18 +47,13 @@ def fail() -> None:
     raise DataError("line 3 is not JSON")
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda: time.sleep(60), r"^Rendering failed: it took longer than 1 s\. .*Use another one"),
-        (lambda: [0] * 10**9, r"^Rendering failed: it needed more than 64 MiB\."),
-        (lambda: os._exit(9), r"^Rendering failed: a library ended the process with status 9\."),
-        (lambda: os._exit(0), r"^Rendering failed: a library ended the process with status 0\."),
-        (os.abort, r"^Rendering failed: a library ended the process with status -6\."),
-        (fail, r"^line 3 is not JSON$"),
-    ],
-    ids=["sleeps", "allocates", "exits", "exits with 0", "aborts", "refuses"],
-)
+@pytest.mark.parametrize(("function", "message"), [
+    (lambda: time.sleep(60), r"^Rendering failed: it took longer than 1 s\. .*Use another one"),
+    (lambda: [0] * 10**9, r"^Rendering failed: it needed more than 64 MiB\."),
+    (lambda: os._exit(9), r"^Rendering failed: a library ended the process with status 9\."),
+    (lambda: os._exit(0), r"^Rendering failed: a library ended the process with status 0\."),
+    (os.abort, r"^Rendering failed: a library ended the process with status -6\."), (fail, r"^line 3 is not JSON$"),
+], ids=["sleeps", "allocates", "exits", "exits with 0", "aborts", "refuses"])  # fmt: skip
 def test_a_child_within_limits_ends_in_a_sentence(function: Callable[[], object], message: str) -> None:
     started = time.monotonic()
     with pytest.raises(ShardmakeError, match=message):
@@ -67,19 +62,11 @@ def test_a_child_within_limits_ends_in_a_sentence(function: Callable[[], object]
     assert within_limits("Rendering", lambda: ["ok"], seconds=60) == ["ok"]
 
 
-@pytest.mark.parametrize(
-    ("script", "answer"),
-    [
-        ('echo "$@"', "--query-gpu=uuid --format=csv,noheader,nounits\n"),
-        ("echo No devices were found; exit 6", ""),
-        ("exec sleep 60", None),
-        (None, None),
-    ],
-    ids=["answers", "fails", "hangs", "missing"],
-)
-def test_the_answer_of_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, answer: str | None
-) -> None:
+@pytest.mark.parametrize(("script", "answer"), [
+    ('echo "$@"', "--query-gpu=uuid --format=csv,noheader,nounits\n"), ("echo No devices were found; exit 6", ""),
+    ("exec sleep 60", None), (None, None),
+], ids=["answers", "fails", "hangs", "missing"])  # fmt: skip
+def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, answer: str | None) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     if script:
         install_programs(tmp_path, monkeypatch, {"nvidia-smi": script})

@@ -22,7 +22,7 @@ from shardmake.core.secrets import find_secrets, is_secret, keys_of_tokens, mask
 from shardmake.push.stage import push
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
-from tests.finished_run import DRAWN, EVALUATED, MODEL, make_run, make_rundir, write_model
+from tests.finished_run import EVALUATED, MODEL, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
 TOKEN = "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs"
@@ -39,31 +39,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         for name, value in (("HF_ENDPOINT", server.url), ("HF_TOKEN", TOKEN), ("AWS_SECRET_ACCESS_KEY", SECRET)):
             monkeypatch.setenv(name, value)
         yield server
-
-
-def test_no_secret_reaches_any_output(
-    hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    rundir = make_rundir(tmp_path)
-    to = ["hub:lab/chat", "file:published/chat", f"memory://ada:{PASSWORD}@models/chat"]
-    logs = [rundir.attempts / "001" / "node-0.log", rundir.attempts / "001" / "errors.txt"]
-    for log in logs:
-        log.write_text(f"export HF_TOKEN={TOKEN} AWS_SECRET_ACCESS_KEY={SECRET}\n")
-    sample = Sample(prompt="What is the token?", base=TOKEN, tuned=f"It is {SECRET}.")
-    planted = [*logs, rundir.evaluation]
-    EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
-    run = make_run(push={"to": to})
-    push(run, rundir)
-    write_report(run, rundir)
-    hub.fail(".*", times=99, status=403, message="no")
-    with pytest.raises(ShardmakeError) as refused:
-        push(run, rundir)
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and path not in planted]
-    assert {"README.md", "report.html", "receipt.json"} <= {path.name for path in written}
-    texts = {str(path): path.read_bytes().decode(errors="replace") for path in written}
-    texts |= {"terminal": "".join(capfd.readouterr()), "log": caplog.text, "error": str(refused.value)}
-    leaks = [name for name, text in texts.items() for secret in (TOKEN, SECRET, PASSWORD) if secret in text]
-    assert leaks == []
 
 
 SHAPES = {
@@ -166,6 +141,34 @@ def test_a_secret_is_removed_and_nothing_else(name: str) -> None:
     assert not any(secret in mask(text) for secret in secrets)
 
 
+def test_no_secret_reaches_any_output(
+    hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does any form of a secret that a sample of the model has reach the card, the report or the records."""
+    rundir = make_rundir(tmp_path)
+    to = ["hub:lab/chat", "file:published/chat", f"memory://ada:{PASSWORD}@models/chat"]
+    logs = [rundir.attempts / "001" / "node-0.log", rundir.attempts / "001" / "errors.txt"]
+    for log in logs:
+        log.write_text(f"export HF_TOKEN={TOKEN} AWS_SECRET_ACCESS_KEY={SECRET}\n")
+    samples = [Sample(prompt="What is the token?", base=TOKEN, tuned=f"It is {SECRET}.")]
+    forms = [planted(shape) for shape in SHAPES.values()]
+    samples += [Sample(prompt=text, base=f"a {text}", tuned=text) for text, _, _ in forms]
+    EVALUATED.model_copy(update={"samples": samples}).write(rundir.evaluation)
+    run = make_run(push={"to": to, "samples": True})
+    push(run, rundir)
+    write_report(run, rundir)
+    hub.fail(".*", times=99, status=403, message="no")
+    with pytest.raises(ShardmakeError) as refused:
+        push(run, rundir)
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (*logs, rundir.evaluation)]
+    assert {"README.md", "report.html", "receipt.json"} <= {path.name for path in written}
+    texts = {str(path): path.read_bytes().decode(errors="replace") for path in written}
+    assert "[removed]" in texts[str(tmp_path / "published/chat/README.md")]
+    texts |= {"terminal": "".join(capfd.readouterr()), "log": caplog.text, "error": str(refused.value)}
+    secrets = {TOKEN, SECRET, PASSWORD, *(secret for _, found, _ in forms for secret in found)}
+    assert [(name, secret) for name, text in texts.items() for secret in secrets if secret in text] == []
+
+
 LEAK = """
 import logging, sys
 from shardmake import cli
@@ -203,32 +206,13 @@ def test_no_form_of_a_secret_leaves_a_command(tmp_path: Path) -> None:
     assert [(name, place) for place, text in found.items() for name, value in secrets if value in text] == []
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_no_form_of_a_secret_reaches_card_report_and_records(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
-    rundir, (text, secrets, _) = make_rundir(tmp_path), planted(SHAPES[name])
-    sample = Sample(prompt=text, base=f"a {text}", tuned=text)
-    EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
-    push(make_run(push={"to": "file:published/chat", "samples": True}), rundir)
-    files = [path for path in Path("published").rglob("*") if path.is_file()]
-    texts = {path: path.read_bytes().decode(errors="replace") for path in files}
-    assert "[removed]" in texts[Path("published/chat/README.md")]
-    assert [str(path) for path, found in texts.items() if any(secret in found for secret in secrets)] == []
-
-
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"script_args": ["--hub_token", TOKEN]}, "runs.chat.script_args"),
-        ({"script_args": ["--lr", "1", "--db-password", "Plant-glpat"]}, "runs.chat.script_args"),
-        ({"script_args": ["--hub_token=Plant-glpat"]}, "runs.chat.script_args"),
-        ({"model": f"lab/{TOKEN}"}, "runs.chat.model"),
-        ({"notify": {"command": "curl -H 'Authorization: glpat-" + "a1-B" * 5 + "'"}}, "runs.chat.notify.command"),
-    ],
-)
+@pytest.mark.parametrize(("values", "key"), [
+    ({"script_args": ["--hub_token", TOKEN]}, "runs.chat.script_args"),
+    ({"script_args": ["--lr", "1", "--db-password", "Plant-glpat"]}, "runs.chat.script_args"),
+    ({"script_args": ["--hub_token=Plant-glpat"]}, "runs.chat.script_args"),
+    ({"model": f"lab/{TOKEN}"}, "runs.chat.model"),
+    ({"notify": {"command": "curl -H 'Authorization: glpat-" + "a1-B" * 5 + "'"}}, "runs.chat.notify.command"),
+])  # fmt: skip
 def test_a_token_in_the_configuration_is_refused_without_printing_it(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: this looks like a token or key.* export it in") as error:
         parse_config({"cluster": "c.yaml", "runs": {"chat": values}}, "config.yaml")
@@ -249,9 +233,9 @@ def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -
     assert TOKEN not in str(error.value) and not Path("published").exists()
 
 
-@pytest.mark.parametrize(
-    "value", ["pa/ss+w0rd==", 'pa"ss\\w0rd', "<pa&ss'w0rd>", "-----\nline 0123\n-----", "pä ss w0rd"]
-)
+@pytest.mark.parametrize("value", [
+    "pa/ss+w0rd==", 'pa"ss\\w0rd', "<pa&ss'w0rd>", "-----\nline 0123\n-----", "pä ss w0rd",
+])  # fmt: skip
 def test_a_known_secret_is_removed_however_it_is_written(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAB_PASSWORD", f"{value}\n")
     written = [value, json.dumps({"x": value}), repr([value]), f"https://host/?x={quote(value, safe='')}&y=1"]
@@ -265,6 +249,7 @@ WORDS = st.sampled_from(
 )
 NAMES = st.lists(WORDS, min_size=1, max_size=3).map("-".join)
 HOSTS = st.sampled_from(["localhost:4873", "10.0.0.1:8000", "hub.example", "registry.example:5000"])
+FOLLOWING = st.sampled_from(["is wrong", "of the model", "expected", "information", "protected areas"])
 HARMLESS = st.one_of(
     st.tuples(NAMES, NAMES, st.sampled_from(["7B-Instruct", "1.5b", "finetune-of-qwen2-5-7b-instruct"])).map(
         lambda name: f"{name[0]}/{name[1]}-{name[2]}"
@@ -273,9 +258,7 @@ HARMLESS = st.one_of(
     st.lists(NAMES, min_size=1, max_size=5).map(lambda names: f"/home/ada/{'/'.join(names)}.json"),
     st.one_of(st.integers(), st.floats()).map(str),
     st.tuples(HOSTS, NAMES, NAMES).map(lambda url: f"https://{url[0]}/{url[1]}/@{url[2]}?page=2&sort=key"),
-    st.tuples(WORDS, st.sampled_from(["is wrong", "of the model", "expected", "information", "protected areas"])).map(
-        " ".join
-    ),
+    st.tuples(WORDS, FOLLOWING).map(" ".join),
 )
 
 
@@ -286,27 +269,22 @@ def test_names_digests_paths_numbers_and_addresses_stay(texts: list[str], betwee
     assert keys_of_tokens({"script_args": texts, "prompt": text}) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "apptainer exec --pwd /project/llm image.sif",
-        "PWD=/home/ada OLDPWD=/tmp",
-        "EOS_TOKEN=<|im_end|> PAD_TOKEN=151643 MAX_TOKENS=1000000",
-        "export HF_TOKEN=$HF_TOKEN",
-        "Basic training of two models",
-        "the option --password belongs to another program",
-        "Enter password:\nLoading weights",
-        "the password: any",
-        "login with password authentication",
-        "signature: forward(input_ids)",
-        *("hf_hub_download", "the tokenizer", "sk-learn", "AKIA", "/etc/ssl/private/host.pem"),
-    ],
-)
+SETTINGS = ('["--max_new_tokens", "5"]', "org/tokenizer", "token_id: 4", "0.001", "s3://bucket/x")
+
+
+@pytest.mark.parametrize("text", [
+    "apptainer exec --pwd /project/llm image.sif", "PWD=/home/ada OLDPWD=/tmp", "export HF_TOKEN=$HF_TOKEN",
+    "EOS_TOKEN=<|im_end|> PAD_TOKEN=151643 MAX_TOKENS=1000000", "Basic training of two models",
+    "the option --password belongs to another program", "Enter password:\nLoading weights", "the password: any",
+    "login with password authentication", "signature: forward(input_ids)", "hf_hub_download", "the tokenizer",
+    "sk-learn", "AKIA", "/etc/ssl/private/host.pem",
+    *SETTINGS,
+])  # fmt: skip
 def test_text_about_secrets_and_ordinary_words_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("MY_PASSWORD", "tokenizer")
     monkeypatch.setenv("SSL_KEY_FILE", "/etc/ssl/private/host.pem")
-    assert redact(text) == redact(text, ()) == text
+    assert redact(text) == redact(text, ()) == text and (text not in SETTINGS or mask(text) == text)
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "SSH_KEY", "KEY_ID", "PGPASSWORD", "MY_SECRET_2"])
@@ -319,27 +297,18 @@ def test_user_and_password_are_removed_from_urls() -> None:
     assert [*map(public_url, urls)] == ["sftp://host/x", "s3://bucket/x", "s3://bucket/a@b", "hub:lab/x"]
 
 
-@pytest.mark.parametrize(
-    ("text", "masked"),
-    [
-        ('["--hub_token", "abc"]', '["--hub_token", "[removed]"]'),
-        ('["--hub_token=abc", "--lr=1"]', '["--hub_token=[removed]", "--lr=1"]'),
-        ('["export WANDB_API_KEY=abc; x", "module load y"]', '["export WANDB_API_KEY=[removed]; x", "module load y"]'),
-        ('{"comment": "a", "db-password": "b"}', '{"comment": "a", "db-password": "[removed]"}'),
-        (f"s3://ada:{PASSWORD}@bucket/x", "s3://[removed]@bucket/x"),
-        (f"echo {TOKEN}", "echo [removed]"),
-    ],
-)
+@pytest.mark.parametrize(("text", "masked"), [
+    ('["--hub_token", "abc"]', '["--hub_token", "[removed]"]'),
+    ('["--hub_token=abc", "--lr=1"]', '["--hub_token=[removed]", "--lr=1"]'),
+    ('["export WANDB_API_KEY=abc; x", "module load y"]', '["export WANDB_API_KEY=[removed]; x", "module load y"]'),
+    ('{"comment": "a", "db-password": "b"}', '{"comment": "a", "db-password": "[removed]"}'),
+    (f"s3://ada:{PASSWORD}@bucket/x", "s3://[removed]@bucket/x"), (f"echo {TOKEN}", "echo [removed]"),
+])  # fmt: skip
 def test_a_setting_is_masked_and_a_changed_secret_is_noticed(text: str, masked: str) -> None:
     found, _, digest = mask(text).rpartition(" #")
     assert found == masked and len(digest) == 8
     changed = text.replace("abc", "abd").replace(PASSWORD, "other").replace(TOKEN, TOKEN[::-1]).replace('"b"', '"c"')
     assert mask(changed) != mask(text)
-
-
-def test_a_setting_without_secrets_is_kept() -> None:
-    for text in ('["--max_new_tokens", "5"]', "org/tokenizer", "token_id: 4", "0.001", "s3://bucket/x"):
-        assert mask(text) == text
 
 
 @pytest.mark.parametrize("text", ["x" * 1_000_000, "a-" * 500_000, "token" * 20_000, "password" * 20_000])

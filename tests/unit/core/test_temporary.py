@@ -59,6 +59,12 @@ def test_a_process_that_ends_removes_its_folder(tmp_path: Path) -> None:
     for end, status in (("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)):
         done = subprocess.run([sys.executable, "-c", f"import sys; {OFFLOAD}\n{end}", tmp_path], stderr=subprocess.PIPE)
         assert done.returncode == status and not any(tmp_path.iterdir())
+    with running("offload", tmp_path) as (_, folder):
+        pass
+    (folder / "model.safetensors").unlink()
+    folder.rmdir()
+    process_folder("other", tmp_path)
+    assert not folder.parent.exists(), "a removal that was killed is repeated"
 
 
 def test_a_folder_is_empty_and_of_this_user_alone(tmp_path: Path) -> None:
@@ -98,12 +104,3 @@ def test_nothing_else_is_removed(tmp_path: Path, kind: str) -> None:
         pass
     expected = [path for path in before if kind != "file" or not path.is_relative_to(folder.parent)]
     assert sorted(tmp_path.rglob("*")) == expected
-
-
-def test_a_removal_that_was_killed_is_repeated(tmp_path: Path) -> None:
-    with running("offload", tmp_path) as (_, folder):
-        pass
-    (folder / "model.safetensors").unlink()
-    folder.rmdir()
-    process_folder("other", tmp_path)
-    assert not folder.parent.exists()

@@ -1,29 +1,30 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from shardmake.core.errors import ConfigError
+from shardmake.core.errors import ConfigError, nearest
 from shardmake.core.units import format_bytes, format_duration, format_number, numbered, parse_size, plural
 
 
-def test_a_count_has_its_noun_in_the_right_number() -> None:
-    assert [plural(count, "attempt").split(" ") for count in (0, 1, 2, 1234)] == [
-        ["0", "attempts"], ["1", "attempt"], ["2", "attempts"], ["1,234", "attempts"],
-    ]  # fmt: skip
-    assert (numbered("Rank", [3]), numbered("Rank", [1, 3])) == ("Rank 3", "Ranks 1, 3")
+def attempts(count: int) -> str:
+    return plural(count, "attempt")
 
 
-def test_durations() -> None:
-    shown = [format_duration(seconds) for seconds in (0, 59.6, 250, 11100)]
-    assert shown == ["0 s", "1 min 00 s", "4 min 10 s", "3 h 05 min"]
+def ranks(numbers: list[int]) -> str:
+    return numbered("Rank", numbers)
 
 
-def test_sizes_have_a_unit_of_which_they_are_at_least_one() -> None:
-    sizes = [format_bytes(size) for size in (3 << 30, 5 << 20, 300_000, 12, 0)]
-    assert sizes == ["3.0 GiB", "5 MiB", "293 KiB", "12 bytes", "0 bytes"]
-
-
-def test_a_number_has_three_digits_and_no_exponent() -> None:
-    shown = [format_number(value) for value in (0.1584, 12.84, 99.96, 243.4, 1163.0)]
-    assert shown == ["0.158", "12.8", "100", "243", "1,163"]
+@pytest.mark.parametrize(("shows", "texts"), [
+    (attempts, {0: "0 attempts", 1: "1 attempt", 2: "2 attempts", 1234: "1,234 attempts"}),
+    (ranks, {(3,): "Rank 3", (1, 3): "Ranks 1, 3"}),
+    (format_duration, {0: "0 s", 59.6: "1 min 00 s", 250: "4 min 10 s", 11100: "3 h 05 min"}),
+    (format_bytes, {3 << 30: "3.0 GiB", 5 << 20: "5 MiB", 300_000: "293 KiB", 12: "12 bytes", 0: "0 bytes"}),
+    (format_number, {0.1584: "0.158", 12.84: "12.8", 99.96: "100", 243.4: "243", 1163.0: "1,163"}),
+])  # fmt: skip
+def test_values_as_people_read_them(shows: Callable[[Any], str], texts: dict[Any, str]) -> None:
+    """A count has its noun in the right number, a size a unit of which it is at least one, a number three digits."""
+    assert {value: shows(value) for value in texts} == texts
 
 
 def test_a_size_has_a_number_and_a_unit() -> None:
@@ -31,3 +32,11 @@ def test_a_size_has_a_number_and_a_unit() -> None:
     for text in ("", "5 apples", "-1GB", "0GB", "GB"):
         with pytest.raises(ConfigError, match="Cannot parse the size"):
             parse_size(text)
+
+
+@pytest.mark.parametrize(("word", "suggestion"), [
+    ("zer3", " Did you mean 'zero3'?"), ("zero3 ", " Did you mean 'zero3'?"), ("fdsp", " Did you mean 'fsdp'?"),
+    ("deepspeed", ""), ("", ""),
+])  # fmt: skip
+def test_a_misspelt_word_has_a_suggestion(word: str, suggestion: str) -> None:
+    assert nearest(word, iter(("ddp", "zero3", "fsdp"))) == suggestion

@@ -62,12 +62,9 @@ def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
     special = dict.fromkeys([*stops_of(name), *_SPECIAL.findall(template), "<bos>", "<|pad|>"])
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<bos>",
-        eos_token=stops_of(name)[0],
-        pad_token="<|pad|>",
+        tokenizer_object=core, bos_token="<bos>", eos_token=stops_of(name)[0], pad_token="<|pad|>",
         chat_template=template,
-    )
+    )  # fmt: skip
 
 
 def expected(tokenizer: Any, row: dict[str, Any], index: int, stops: list[str]) -> tuple[str, str]:

@@ -156,6 +156,7 @@ REFUSED: dict[str, tuple[str, Row]] = {
     "no end": (NO_END, talk("u:a", "a:b")),
     "another order": (REFUSING, talk("s:be", "u:a", "a:b")),
     "an error of the template": (PLAIN.replace("m.role", "m.role + 1"), talk("u:a", "a:b")),
+    "cut texts": (loop("<{{ m.role }}>{{ m.content[:30] }}</s>"), talk("u:a", "a:b")),
     "role human": (KNOWN, talk("h:a", "a:b")),
     "role developer": (KNOWN, talk("d:a", "u:c", "a:b")),
     "lost result": (KNOWN, talk("u:a", "a:b", "t:b", "a:a b")),
@@ -244,11 +245,8 @@ def test_a_row_like_others_is_encoded_as_alone() -> None:
 
 
 LIKE = {
-    "first": "Qz0zQ",
-    "beyond": "Qz99zQ",
-    "number": f"77{9:026}77",
-    "random": placeholder(0).translate(OTHER_DIGITS),
-}
+    "first": "Qz0zQ", "beyond": "Qz99zQ", "number": f"77{9:026}77", "random": placeholder(0).translate(OTHER_DIGITS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LIKE)

@@ -25,12 +25,9 @@ from shardmake.data.sources import HubDataset, Source, count_rows, first_rows, i
 from tests.unit.wording import Wording
 
 COMPRESSORS: dict[str, Callable[[bytes], Any]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
     ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
-}
+}  # fmt: skip
 CELLS: list[dict[str, str]] = [{"prompt": 'a, "b"\n c', "completion": "ü\u2028😀"}, {"prompt": "", "completion": "007"}]
 
 
@@ -64,13 +61,9 @@ def test_the_same_rows_come_from_every_kind(tmp_path: Path, name: str, compressi
     path = tmp_path / f"{name}{compression}"
     path.write_bytes(COMPRESSORS[compression](CONTENTS[name]))
     assert rows_in(path) == CELLS
-
-
-@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
-def test_all_parts_of_a_file_that_was_compressed_in_parts_are_read(tmp_path: Path, compression: str) -> None:
-    path = tmp_path / f"a.jsonl{compression}"
-    path.write_bytes(COMPRESSORS[compression](CONTENTS["lines.jsonl"]) * 3)
-    assert rows_in(path) == CELLS * 3
+    if name == "lines.jsonl":  # as a program writes that compresses parts of a file
+        path.write_bytes(COMPRESSORS[compression](CONTENTS[name]) * 3)
+        assert rows_in(path) == CELLS * 3
 
 
 values = st.recursive(
@@ -116,10 +109,10 @@ def test_a_damaged_compressed_file_is_refused(tmp_path: Path, compression: str, 
     path = tmp_path / f"a.jsonl{compression}"
     whole = COMPRESSORS[compression](CONTENTS["lines.jsonl"])
     path.write_bytes(whole[:-12] if damage == "cut" else b'{"text": "not compressed at all"}')
-    with pytest.raises(DataError) as error:
+    with pytest.raises(
+        DataError, match=rf"(?s)^Cannot decompress {path}: .*is incomplete or damaged\. Copy it again\.$"
+    ):
         rows_in(path)
-    assert str(error.value).startswith(f"Cannot decompress {path}: ")
-    assert str(error.value).endswith("The file is incomplete or damaged. Copy it again.")
 
 
 ROWS: list[dict[str, Any]] = [
@@ -134,19 +127,16 @@ def write_jsonl(path: Path, rows: list[Any] = ROWS) -> Path:
 
 
 def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([dict.fromkeys(key for row in rows for key in row) | row for row in rows]), path
-    )
+    keys = dict.fromkeys(key for row in rows for key in row)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([keys | row for row in rows]), path)
     return path
 
 
 def examples(name: Path) -> list[Any]:
     source = locate(str(name), Data(train=str(name)), sources.TRAIN_SPLITS)
     assert count_rows(source) == len(list(raw_rows(source.paths)))
-    return [
-        {key: value for key, value in open_row(row).example.items() if value is not None}
-        for row in raw_rows(source.paths)
-    ]
+    found = [open_row(row).example for row in raw_rows(source.paths)]
+    return [{key: value for key, value in one.items() if value is not None} for one in found]
 
 
 def refusal(name: Path | str) -> str:
@@ -231,19 +221,15 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
 TEXTS = pyarrow.array(["t"]), pyarrow.array(["t"], pyarrow.large_string()), pyarrow.array(["t"]).dictionary_encode()
 
 
-@pytest.mark.parametrize(
-    ("tables", "rows"),
-    [
-        ([{"text": ["t"], "tools": pyarrow.array([None])}, {"text": ["t"], "tools": [["clock"]]}],
-         [{"text": "t"}, {"text": "t", "tools": ["clock"]}]),
-        ([{"chat": [[{"role": "user"}]]}, {"chat": [[{"role": "user", "name": "x"}]]}],
-         [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]),
-        ([{"text": text, "id": pyarrow.array([1], kind)} for text, kind in zip(TEXTS, ("int8", "int64", "int32"),
-                                                                               strict=True)],
-         [{"text": "t", "id": 1}] * 3),
-    ],
-    ids=["a column without values", "keys of another file", "types with the same values"],
-)  # fmt: skip
+@pytest.mark.parametrize(("tables", "rows"), [
+    ([{"text": ["t"], "tools": pyarrow.array([None])}, {"text": ["t"], "tools": [["clock"]]}],
+     [{"text": "t"}, {"text": "t", "tools": ["clock"]}]),
+    ([{"chat": [[{"role": "user"}]]}, {"chat": [[{"role": "user", "name": "x"}]]}],
+     [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]),
+    ([{"text": text, "id": pyarrow.array([1], kind)} for text, kind in zip(TEXTS, ("int8", "int64", "int32"),
+                                                                           strict=True)],
+     [{"text": "t", "id": 1}] * 3),
+], ids=["a column without values", "keys of another file", "types with the same values"])  # fmt: skip
 def test_types_of_other_files_do_not_matter(tmp_path: Path, tables: list[Any], rows: list[Any]) -> None:
     for number, table in enumerate(tables):
         pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / f"{number}.parquet")
@@ -255,11 +241,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest
     wording(refusal("data/train.jsonl"))
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["dataset_info.json", ".hidden.jsonl", "README.md", ".cache/a.jsonl"], ["a.jsonl", "b.parquet"]],
-    ids=["no data", "two kinds"],
-)
+@pytest.mark.parametrize("names", [
+    ["dataset_info.json", ".hidden.jsonl", "README.md", ".cache/a.jsonl"], ["a.jsonl", "b.parquet"],
+], ids=["no data", "two kinds"])  # fmt: skip
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, names: list[str], wording: Wording) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -267,10 +251,9 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, names: list[str
     wording(refusal(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "splits"),
-    [("org/name", sources.TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", sources.TRAIN_SPLITS)],
-)
+@pytest.mark.parametrize(("name", "splits"), [
+    ("org/name", sources.TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", sources.TRAIN_SPLITS),
+])  # fmt: skip
 def test_other_names_are_hub_data_sets(tmp_path: Path, name: str, splits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = Data(train=name, subset="main", revision="v1")
@@ -287,19 +270,14 @@ def test_identity_follows_the_content(tmp_path: Path) -> None:
     assert identity((path,)) == before
 
 
-@pytest.mark.parametrize(
-    ("names", "trained", "evaluated"),
-    [
-        (["a", "b"], ["a", "b"], ["a", "b"]),
-        (["train", "test"], ["train"], ["test"]),
-        (["train", "validation", "test"], ["train"], ["validation"]),
-        (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
-        (["train/x", "test/x"], ["train/x"], ["test/x"]),
-        (["train", "extra"], ["train"], "has no split validation or test"),
-        (["test"], ["test"], ["test"]),
-        (["a", "my_eval"], "has no split train", ["my_eval"]),
-    ],
-)
+@pytest.mark.parametrize(("names", "trained", "evaluated"), [
+    (["a", "b"], ["a", "b"], ["a", "b"]), (["train", "test"], ["train"], ["test"]),
+    (["train", "validation", "test"], ["train"], ["validation"]),
+    (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
+    (["train/x", "test/x"], ["train/x"], ["test/x"]),
+    (["train", "extra"], ["train"], "has no split validation or test"), (["test"], ["test"], ["test"]),
+    (["a", "my_eval"], "has no split train", ["my_eval"]),
+])  # fmt: skip
 def test_a_folder_follows_the_rules_of_the_hub(tmp_path: Path, names: list[str], trained: Any, evaluated: Any) -> None:
     """The split of a file is that of its name; a folder with files of one split alone is that split."""
     (tmp_path / "train.log").write_text("not data")
@@ -342,9 +320,7 @@ SAME_ROWS: list[tuple[str, list[dict[str, Any]], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "rows", "writers"), SAME_ROWS)
-def test_the_same_rows_come_from_json_lines_and_from_parquet(
-    tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]
-) -> None:
+def test_the_same_rows_come_from_parquet(tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", rows)
     expected = examples(lines)
     for writer in writers:

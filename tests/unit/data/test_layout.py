@@ -168,6 +168,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "half a pair in tools": ("chat", {"messages": chat("u:a"), "tools": [{"name": "\udc00"}]}),
     "half a pair in arguments": ("chat", {"messages": chat("u:a"), "chat_template_kwargs": {"x": "\udc00"}}),
     **{f"weight {one!r}": ("chat", said("assistant", content="b", weight=one)) for one in (0.5, "0", True)},
+    "train of a user": ("chat", said("user", content="a", train=True)),
+    "history": ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}),
     "weight of a user": ("chat", said("user", content="a", weight=1)),
     "weight in a pair": ("preference", {"chosen": said("assistant", content="b", weight=0)["messages"],
                                         "rejected": chat("u:a", "a:c")}),

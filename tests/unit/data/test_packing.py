@@ -66,16 +66,10 @@ class Influenced(torch.nn.Module):
         return CausalLMOutput(logits=torch.ones(*input_ids.shape, 4) + self.influence * first)
 
 
-@pytest.mark.parametrize(
-    ("influence", "dtype", "passes"),
-    [
-        (1e-6, torch.float32, True),
-        (0.01, torch.float32, False),
-        (0.01, torch.bfloat16, True),
-        (0.1, torch.bfloat16, False),
-        (0.01, torch.float16, False),
-    ],
-)
+@pytest.mark.parametrize(("influence", "dtype", "passes"), [
+    (1e-6, torch.float32, True), (0.01, torch.float32, False), (0.01, torch.bfloat16, True),
+    (0.1, torch.bfloat16, False), (0.01, torch.float16, False),
+])  # fmt: skip
 def test_experts_may_round_otherwise_in_16_bits(influence: float, dtype: torch.dtype, passes: bool) -> None:
     with nullcontext() if passes else pytest.raises(ShardmakeError, match="mixes packed examples"):
         check_isolation(Influenced(influence), Collator(256, 0, packing=True, flat=False), CPU, dtype)
@@ -100,14 +94,8 @@ def test_the_check_of_a_compiled_model_leaves_the_training_graph_static() -> Non
     assert graphs and not any(graphs)
 
 
-examples = st.lists(
-    st.integers(1, 40).flatmap(
-        lambda n: st.tuples(
-            st.lists(st.integers(0, 99), min_size=n, max_size=n), st.lists(st.booleans(), min_size=n, max_size=n)
-        )
-    ),
-    max_size=12,
-)
+tokens = st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=40)
+examples = st.lists(tokens.map(lambda pairs: ([i for i, _ in pairs], [on for _, on in pairs])), max_size=12)
 
 
 @given(tokens=examples.filter(bool).map(lambda many: many[0]), length=st.integers(1, 50))
@@ -133,18 +121,15 @@ def test_splitting_loses_no_token_and_leaves_none_alone(ids: list[int], length: 
     assert all(len(piece) <= length and mask == [False] + [True] * (len(piece) - 1) for (piece, mask), _ in pieces)
 
 
-@pytest.mark.parametrize(
-    ("length", "answers", "cuts", "expected"),
-    [
-        (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")),
-        (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
-        (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"),
-        (2, ([3], [4]), True, "dropped_loss_truncated"),
-        (9, ([3], [3]), True, "dropped_without_loss"),
-        (3, ([3, 4], [5]), False, "dropped_too_long"),
-        (4, ([3, 4], [5]), False, ([3, 4], [5], "whole")),
-    ],
-)
+@pytest.mark.parametrize(("length", "answers", "cuts", "expected"), [
+    (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")),
+    (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
+    (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"),
+    (2, ([3], [4]), True, "dropped_loss_truncated"),
+    (9, ([3], [3]), True, "dropped_without_loss"),
+    (3, ([3, 4], [5]), False, "dropped_too_long"),
+    (4, ([3, 4], [5]), False, ([3, 4], [5], "whole")),
+])  # fmt: skip
 def test_both_answers_are_cut_or_dropped(length: int, answers: Any, cuts: bool, expected: Any) -> None:
     pair = [([1, 2, *answer], [False, False] + [True] * len(answer)) for answer in answers]
     found, outcome = fit_pair(pair, length, cuts=cuts)
@@ -169,10 +154,8 @@ def test_every_example_is_packed_once_and_whole(many: list[Tokens], length: int,
     for row in packed:
         assert len(row["input_ids"]) == len(row["loss_mask"]) == sum(row["seq_lengths"]) <= length
         ends = torch.tensor(row["seq_lengths"]).cumsum(0).tolist()
-        found += [
-            (row["input_ids"][e - n : e], row["loss_mask"][e - n : e])
-            for e, n in zip(ends, row["seq_lengths"], strict=True)
-        ]
+        for e, n in zip(ends, row["seq_lengths"], strict=True):
+            found.append((row["input_ids"][e - n : e], row["loss_mask"][e - n : e]))
     assert sorted(found) == sorted((list(ids), list(mask)) for ids, mask in many)
 
 
@@ -213,9 +196,7 @@ def apart(model: LlamaForCausalLM, many: list[Tokens]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])
-def test_loss_and_gradient_of_a_pack_are_those_of_its_examples(
-    model: LlamaForCausalLM, packed: Sequences, many: list[Tokens], flat: bool
-) -> None:
+def test_a_pack_is_its_examples(model: LlamaForCausalLM, packed: Sequences, many: list[Tokens], flat: bool) -> None:
     assert len(packed) < len(many)
     expected = torch.autograd.grad(apart(model, many), list(model.parameters()))
     batch = Collator(SEQUENCE_LENGTH, pad_token_id=0, packing=True, flat=flat)([packed[i] for i in range(len(packed))])
@@ -234,16 +215,14 @@ def test_with_a_cache_examples_see_each_other(model: LlamaForCausalLM, packed: S
 def test_batches_have_a_fixed_length(packed: Sequences) -> None:
     items = [packed[0], packed[1]]
     rows = Collator(SEQUENCE_LENGTH, 9, packing=True, flat=False)(items)
-    assert {key: value.shape for key, value in rows.items() if key != "use_cache"} == dict.fromkeys(
-        ("input_ids", "labels", "position_ids"), (2, SEQUENCE_LENGTH)
-    )
+    shapes = {key: value.shape for key, value in rows.items() if key != "use_cache"}
+    assert shapes == dict.fromkeys(("input_ids", "labels", "position_ids"), (2, SEQUENCE_LENGTH))
     flat = Collator(SEQUENCE_LENGTH, 9, packing=True, flat=True)(items)
     assert flat["input_ids"].tolist() == [rows["input_ids"].flatten().tolist()]
     bounds = flat["cu_seq_lens_q"].tolist()
     assert [flat["position_ids"][0, i].item() for i in bounds[:-1]] == [0] * (len(bounds) - 1)
-    assert bounds[-1] == 2 * SEQUENCE_LENGTH and flat["max_length_k"] == max(
-        b - a for a, b in itertools.pairwise(bounds)
-    )
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    assert (bounds[-1], flat["max_length_k"]) == (2 * SEQUENCE_LENGTH, longest)
 
 
 def test_unpacked_batches_are_padded_on_the_right() -> None:

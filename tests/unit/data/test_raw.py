@@ -65,9 +65,7 @@ def test_files_are_linked_hashed_and_noticed(run: Run, tmp_path: Path) -> None:
 def test_other_files_are_other_training_data(run: Run, tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "runs/chat")
     before = prepare(run, rundir)
-    longer = parse_config(
-        {"cluster": "c.yaml", "runs": {"chat": run.model_dump(exclude_unset=True) | {"sequence_length": 32}}}, "c"
-    ).runs["chat"]
+    longer = parse(**run.model_dump(exclude_unset=True) | {"sequence_length": 32})
     assert prepare(longer, rundir).digest == before.digest, "the length concerns the evaluation examples only"
     image = tmp_path / "own/images/1.png"
     image.write_bytes(b"\x89PN")
@@ -82,21 +80,17 @@ def test_other_files_are_other_training_data(run: Run, tmp_path: Path) -> None:
     assert not (rundir.raw_data / "images").exists()
 
 
-def test_a_single_file_is_alone_in_its_folder(run: Run, tmp_path: Path) -> None:
+def test_a_single_file_is_alone_in_its_folder_and_an_empty_folder_is_refused(run: Run, tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "runs/chat")
     data = run.data.model_copy(update={"train": str(tmp_path / "own/captions.tsv.old")})
     prepare(run.model_copy(update={"data": data}), rundir)
     assert [path.name for path in rundir.raw_data.iterdir()] == ["captions.tsv.old"]
     assert DataReceipt.read(rundir.data_receipt).sources["train"]["files"][0]["bytes"] == 8
-
-
-def test_an_empty_folder_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     data = run.data.model_copy(update={"train": str(tmp_path / "empty")})
-    empty = run.model_copy(update={"data": data})
-    for refuse in (check_sources, lambda one: prepare(one, RunDir(tmp_path / "runs/chat"))):
+    for refuse in (check_sources, lambda one: prepare(one, rundir)):
         with pytest.raises(DataError, match=r"No data in .*empty: the folder has no file"):
-            refuse(empty)
+            refuse(run.model_copy(update={"data": data}))
 
 
 RAW = {"train": "own", "eval": "eval.jsonl", "format": "raw"}

@@ -19,12 +19,10 @@ from tests.unit.data.test_templates import CONVERSATIONS, cells_of, outcome, rea
 pytestmark = pytest.mark.tokenizers
 FOLDER = Path(__file__).parents[3] / "build/tokenizers"
 FAMILIES = {
-    "qwen3": ("qwen2_5", "qwen3"),
-    "llama3_1": ("llama3",),
-    "gemma3": ("gemma", "gemma3", "gemma_training", "gemma3_training"),
-    "deepseek_v3": ("deepseek",),
+    "qwen3": ("qwen2_5", "qwen3"), "llama3_1": ("llama3",),
+    "gemma3": ("gemma", "gemma3", "gemma_training", "gemma3_training"), "deepseek_v3": ("deepseek",),
     "gptoss": ("gptoss",),
-}
+}  # fmt: skip
 PARTS = ["a", " ", "  ", "\n\n", " word", "It is", "日本", "é", "e\u0301", "\u0958", "🙂", "\t", "1234567", "'s", "▁", "\r\n"]  # fmt: skip
 
 

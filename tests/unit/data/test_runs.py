@@ -61,9 +61,7 @@ INSTRUCTED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", [SAME, PROMPTED, INSTRUCTED], ids=["conversations", "prompts", "instructions"])
-def test_the_same_content_gives_the_same_data_in_every_format(
-    model: Path, tmp_path: Path, family: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_formats_give_the_same_data(model: Path, tmp_path: Path, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from the network or kept outside the run."""
     receipts, cache = {}, tmp_path / "cache"
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection to the network"))
@@ -192,9 +190,7 @@ def test_both_answers_of_a_pair_are_shown(model: Path, tmp_path: Path) -> None:
     assert [title.rpartition(":")[0].rpartition(",")[2] for title in titles] == ["chosen", "rejected"]
 
 
-def test_keys_of_messages_and_arguments_that_nothing_reads_are_named(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_keys_and_arguments_are_named(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     path = write_rows(tmp_path / "t.jsonl", [{"messages": [{**one, "train": False} for one in chat("u:a", "a:b")]}])
     list(preview(make_run(model, {"train": path}), 1, RunDir(tmp_path / "run")))

@@ -88,14 +88,9 @@ def outcome(name: str, row: Row, tokenizer: Any = None) -> str:
 
 PAGE = Path(__file__).parents[3] / "docs/reference/chat-templates.md"
 REASONS = {
-    "which ends it": "closed",
-    "rejects this conversation": "rejected",
-    "does not name": "role",
-    "the text of": "text",
-    "the reasoning of": "reasoning",
-    "a call of a tool": "call",
-    "render the tools": "tools",
-}
+    "which ends it": "closed", "rejects this conversation": "rejected", "does not name": "role", "the text of": "text",
+    "the reasoning of": "reasoning", "a call of a tool": "call", "render the tools": "tools",
+}  # fmt: skip
 
 
 def cells_of(name: str, tokenizer: Any = None) -> tuple[str, ...]:

@@ -38,10 +38,7 @@ TRAINERS: dict[Objective, tuple[Any, Any, Any]] = {
 TEXT: dict[str, Rows] = {
     "sft": [{"prompt": "a:", "completion": "b"}, {"prompt": "a:", "completion": "b</s>"}],
     "text": [{"text": "ab"}, {"text": "ab</s>"}, {"text": "ab "}],
-    "dpo": [
-        {"prompt": "a:", "chosen": "b", "rejected": "c</s>"},
-        {"prompt": "a:", "chosen": "b </s>", "rejected": "bc "},
-    ],
+    "dpo": [{"prompt": "a:", "chosen": a, "rejected": b} for a, b in (("b", "c</s>"), ("b </s>", "bc "))],
     "kto": [{"prompt": "a:", "completion": one, "label": one == "b"} for one in ("b", "c</s>")],
 }
 CHAT: dict[str, Rows] = {
@@ -114,20 +111,17 @@ def test_tokens_are_those_of_trl_with_one_end(case: str, added: str, form: dict[
     for row in theirs if added in ("end", "both") and form is TEXT else ():
         for name, ids in row.items():
             assert name == "prompt_ids" or (ids[-2:] == [END, END] and ids.pop() == END)
+    (empty,) = of_ours(tokenizer, "kto", [{"prompt": "a", "completion": "", "label": True}])
+    assert empty["completion_ids"][0] == END, "an empty answer is the end"
     if case == "text":  # no loss on the first token, and in a conversation only on the assistant's tokens
         ours, theirs = ([{"input_ids": row["input_ids"]} for row in rows] for rows in (ours, theirs))
     assert ours == theirs
 
 
-CUT = [
+@pytest.mark.parametrize(("template", "prompt", "of_theirs"), [
     (OPENS_NO_MORE, "<user>a</s><assistant>T", "<user>a</s><assistant>"),
     (LATE_SYSTEM, "<user>x:a<assistant>", "<user>"),
-]
-
-
-@pytest.mark.parametrize(
-    ("template", "prompt", "of_theirs"), CUT, ids=["a header that the answer lacks", "a system text that moves"]
-)
+], ids=["a header that the answer lacks", "a system text that moves"])  # fmt: skip
 def test_the_prompt_of_a_pair_is_that_of_inference_where_trl_cuts(template: str, prompt: str, of_theirs: str) -> None:
     """TRL takes what the prompt has in common with the answered conversation, and loses a system text with the rest."""
     tokenizer, asked = make_tokenizer(template), chat("s:x", "u:a") if "x" in prompt else chat("u:a")
@@ -146,13 +140,6 @@ def test_a_prompt_has_no_token_that_is_appended(added: str, expected: list[int])
     assert encode_prompt(tokenizer, "a") == expected
     tokenizer.chat_template = None
     assert as_prompt(tokenizer, "a") == expected
-
-
-@pytest.mark.parametrize("added", ADDED)
-def test_an_empty_answer_is_the_end_token(added: str) -> None:
-    tokenizer = tokenizer_that_adds(ADDED[added])
-    (row,) = of_ours(tokenizer, "kto", [{"prompt": "a", "completion": "", "label": True}])
-    assert row["completion_ids"][0] == END
 
 
 @pytest.mark.parametrize("as_chat", [False, True], ids=["text", "chat"])

@@ -131,20 +131,15 @@ def test_torch_s_own_shapes_of_the_backward_pass_fit_grouped_heads_in_16_bits() 
     assert [(g.shape, g.dtype) for g in gradients] == [(t.shape, torch.bfloat16) for t in inputs]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"dropout": 0.1}, "has dropout in its attention"),
-        ({"softcap": 50.0}, r"changes the attention scores \(softcap\)"),
-        ({"s_aux": torch.zeros(4)}, r"changes the attention scores \(s_aux\)"),
-        ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "makes an attention mask of its own"),
-        ({"is_causal": False}, "has attention to later tokens"),
-        ({"keys": 9}, "attends to more keys"),
-        ({"width": 20}, "has heads of 20 numbers, and the kernel takes multiples of 8 up to 256"),
-        ({"width": 264}, "has heads of 264 numbers"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"dropout": 0.1}, "has dropout in its attention"),
+    ({"softcap": 50.0}, r"changes the attention scores \(softcap\)"),
+    ({"s_aux": torch.zeros(4)}, r"changes the attention scores \(s_aux\)"),
+    ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "makes an attention mask of its own"),
+    ({"is_causal": False}, "has attention to later tokens"), ({"keys": 9}, "attends to more keys"),
+    ({"width": 20}, "has heads of 20 numbers, and the kernel takes multiples of 8 up to 256"),
+    ({"width": 264}, "has heads of 264 numbers"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_what_the_kernel_does_not_do_is_refused(changes: dict[str, Any], sentence: str) -> None:
     sizes = {name: changes.pop(name) for name in ("keys", "width") if name in changes}
     with pytest.raises(KernelLimitError, match=sentence):

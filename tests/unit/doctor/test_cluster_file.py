@@ -35,37 +35,29 @@ def test_a_partition_becomes_the_cluster_of_its_largest_gpu_nodes() -> None:
     assert (cluster.slurm.account, cluster.slurm.qos, cluster.slurm.time_limit) == ("lab", "long", "24:00:00")
 
 
-@pytest.mark.parametrize(
-    ("partitions", "options", "expected"),
-    [
-        (PARTITIONS, Slurm(partition="gpu", gpu_type="v100"), ("v100-16gb", 4, "v100", "gres")),
-        (PARTITIONS, Slurm(partition="gpu", constraint="v100"), ("v100-16gb", 4, "v100", "gres")),
-        (PARTITIONS, Slurm(), ("cpu", 2, None, "none")),
-        (HYPHENS, Slurm(partition="a100"), ("a100-40gb", 8, "nvidia_a100-sxm4-80gb", "gres")),
-        (TWO_TYPES, Slurm(), ("a100-40gb", 8, "a100", "gres")),
-        (TWO_TYPES, Slurm(gpu_type="A30"), ("a30", 2, "a30", "gres")),
-        (SLICES, Slurm(), ("a100-40gb", 6, "a100", "gres")),
-        (SLICES, Slurm(gpu_type="1g.10gb"), ("a100-80gb", 28, "1g.10gb", "gres")),
-        (UNTYPED, Slurm(), ("a100-80gb", 4, None, "gres")),
-    ],
-)
-def test_options_choose_the_nodes(
-    partitions: dict[str, Any], options: Slurm, expected: tuple[str, int, str | None, str]
-) -> None:
+@pytest.mark.parametrize(("partitions", "options", "expected"), [
+    (PARTITIONS, Slurm(partition="gpu", gpu_type="v100"), ("v100-16gb", 4, "v100", "gres")),
+    (PARTITIONS, Slurm(partition="gpu", constraint="v100"), ("v100-16gb", 4, "v100", "gres")),
+    (PARTITIONS, Slurm(), ("cpu", 2, None, "none")),
+    (HYPHENS, Slurm(partition="a100"), ("a100-40gb", 8, "nvidia_a100-sxm4-80gb", "gres")),
+    (TWO_TYPES, Slurm(), ("a100-40gb", 8, "a100", "gres")),
+    (TWO_TYPES, Slurm(gpu_type="A30"), ("a30", 2, "a30", "gres")),
+    (SLICES, Slurm(), ("a100-40gb", 6, "a100", "gres")),
+    (SLICES, Slurm(gpu_type="1g.10gb"), ("a100-80gb", 28, "1g.10gb", "gres")),
+    (UNTYPED, Slurm(), ("a100-80gb", 4, None, "gres")),
+])  # fmt: skip
+def test_options_choose(partitions: dict[str, Any], options: Slurm, expected: tuple[str, int, str | None, str]) -> None:
     cluster = draft_cluster(options, partitions)
     slurm = cluster.slurm
     assert (cluster.accelerator, cluster.processes_per_node, slurm.gpu_type, slurm.gpu_request) == expected
 
 
-@pytest.mark.parametrize(
-    ("partitions", "options", "words"),
-    [
-        (PARTITIONS, Slurm(partition="gpus"), "no partition 'gpus'. Did you mean 'gpu'?"),
-        (PARTITIONS, Slurm(partition="gpu", gpu_type="b200"), "Its GPU types are: h100, v100"),
-        (PARTITIONS, Slurm(partition="gpu", constraint="b200"), "No node of partition 'gpu'"),
-        (HYPHENS, Slurm(), "no default partition. Use --partition with one of: a100"),
-    ],
-)
+@pytest.mark.parametrize(("partitions", "options", "words"), [
+    (PARTITIONS, Slurm(partition="gpus"), "no partition 'gpus'. Did you mean 'gpu'?"),
+    (PARTITIONS, Slurm(partition="gpu", gpu_type="b200"), "Its GPU types are: h100, v100"),
+    (PARTITIONS, Slurm(partition="gpu", constraint="b200"), "No node of partition 'gpu'"),
+    (HYPHENS, Slurm(), "no default partition. Use --partition with one of: a100"),
+])  # fmt: skip
 def test_options_that_no_node_satisfies(partitions: dict[str, Any], options: Slurm, words: str) -> None:
     with pytest.raises(ShardmakeError) as error:
         draft_cluster(options, partitions)
@@ -115,24 +107,15 @@ def test_the_driver_and_not_sinfo_decides_which_gpu_it_is(tmp_path: Path) -> Non
 UNKNOWN = NodeFacts(gpu_name="NVIDIA X1", gpu_memory_gib=80.0)
 
 
-@pytest.mark.parametrize(
-    ("by_hand", "facts", "words"),
-    [
-        (None, NodeFacts(), "CUDA did not start on a node"),
-        (make_cluster(accelerator="h100"), NodeFacts(), "CUDA did not start on a node"),
-        (None, UNKNOWN, "the catalogue has no GPU NVIDIA X1 with 80 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("by_hand", "facts", "words"), [
+    (None, NodeFacts(), "CUDA did not start on a node"),
+    (make_cluster(accelerator="h100"), NodeFacts(), "CUDA did not start on a node"),
+    (None, UNKNOWN, "the catalogue has no GPU NVIDIA X1 with 80 GiB"),
+])  # fmt: skip
 def test_no_file_is_written_with_a_guessed_gpu(by_hand: Cluster | None, facts: NodeFacts, words: str) -> None:
     request = make_request(by_hand or draft_cluster(Slurm(), UNTYPED), 1, build_kernels=False)
     text, (found,) = compose(request, reports(facts), drafted=by_hand is None)
     assert text == "" and found.verdict is Verdict.NOT_CHECKED and words in found.found
-
-
-def test_an_unknown_gpu_keeps_the_accelerator_that_a_person_chose() -> None:
-    by_hand = make_cluster(accelerator="l40s")
-    text, findings = compose(make_request(by_hand, 1, build_kernels=False), reports(UNKNOWN), drafted=False)
-    assert "accelerator: l40s" in text and "gpu_memory_gib: 80.0" in text and findings == []
 
 
 def test_a_cluster_file_keeps_what_a_person_wrote(tmp_path: Path) -> None:
@@ -149,7 +132,10 @@ def test_a_cluster_file_keeps_what_a_person_wrote(tmp_path: Path) -> None:
     assert cluster.slurm == by_hand.slurm and cluster.nvme_path == by_hand.nvme_path
 
 
-def test_a_cpu_cluster_keeps_its_accelerator(tmp_path: Path) -> None:
+def test_a_cpu_cluster_and_an_unknown_gpu_keep_the_accelerator_that_a_person_chose(tmp_path: Path) -> None:
+    by_hand = make_cluster(accelerator="l40s")
+    text, findings = compose(make_request(by_hand, 1, build_kernels=False), reports(UNKNOWN), drafted=False)
+    assert "accelerator: l40s" in text and "gpu_memory_gib: 80.0" in text and findings == []
     cluster, text = written(tmp_path, make_cluster(), NodeFacts(intra_gbps=0.7), drafted=False)
     assert cluster.accelerator == "cpu" and cluster.gpu_memory_gib is None
     assert cluster.intra_node_gbps == 1.0 and "0.7 GB/s" in text

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -61,15 +62,12 @@ def test_options_without_a_cluster_file_are_checked(words: list[str], status: in
     assert ("lab-nlp" in words) == (accounts[0]["verdict"] == "ok")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (Options(cluster=Path("named.yaml"), config=[Path("config.yaml")]), "--cluster and --config both name"),
-        (Options(cluster=Path("named.yaml"), gpu_type="h100"), "--gpu-type: the cluster file has"),
-        (Options(config=[Path("config.yaml")], qos="long"), "--qos: the cluster file has"),
-        (Options(cluster=Path("missing.yaml")), "'missing.yaml' does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    (Options(cluster=Path("named.yaml"), config=[Path("config.yaml")]), "--cluster and --config both name"),
+    (Options(cluster=Path("named.yaml"), gpu_type="h100"), "--gpu-type: the cluster file has"),
+    (Options(config=[Path("config.yaml")], qos="long"), "--qos: the cluster file has"),
+    (Options(cluster=Path("missing.yaml")), "'missing.yaml' does not exist"),
+])  # fmt: skip
 def test_options_that_contradict_each_other(options: Options, words: str) -> None:
     with pytest.raises(ShardmakeError) as error:
         named_cluster(options)
@@ -77,10 +75,7 @@ def test_options_that_contradict_each_other(options: Options, words: str) -> Non
 
 
 def test_no_job_is_submitted_if_slurm_or_the_file_forbid_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def submitted(*_: object) -> None:
-        raise AssertionError("a job was submitted")
-
-    monkeypatch.setattr(command, "check_nodes", submitted)
+    monkeypatch.setattr(command, "check_nodes", Mock(side_effect=AssertionError("a job was submitted")))
     options = Options(cluster=Path("named.yaml"))
     with pytest.raises(ShardmakeError, match=r"No job was submitted: qos: slurm.qos 'x' is not one of yours"):
         check_compute_nodes(options, [stops("qos", "slurm.qos 'x' is not one of yours", "Set it.")])

@@ -24,22 +24,19 @@ def test_healthy_gpus_are_ok() -> None:
     assert rows["slowdown"].found == "nothing on 2 GPUs", "a software limit by heat is normal under load"
 
 
-@pytest.mark.parametrize(
-    ("gpu", "check", "verdict", "words"),
-    [
-        ({"mode": "Prohibited"}, "compute mode", STOPS, "GPU 1: no program"),
-        ({"mode": "Exclusive_Process"}, "exclusive mode", WARNING, "one process at a time"),
-        ({"mig": "Enabled"}, "MIG", STOPS, "enabled"),
-        ({"persistence": "Disabled"}, "persistence mode", WARNING, "start slowly"),
-        ({"errors": "2"}, "memory errors", STOPS, "uncorrected ECC errors"),
-        ({"failure": "Yes"}, "row remapping", STOPS, "must be replaced"),
-        ({"pending": "Yes"}, "pending remapping", WARNING, "reset"),
-        ({"slowdown": "Active"}, "slowdown", WARNING, "by the hardware"),
-        ({"width": "8x"}, "PCIe width", WARNING, "fewer lanes"),
-        ({"fabric": "In Progress", "status": "N/A"}, "fabric manager", STOPS, "In Progress"),
-        ({"fabric": "Completed", "status": "Insufficient Resources"}, "fabric manager", STOPS, "Insufficient"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "check", "verdict", "words"), [
+    ({"mode": "Prohibited"}, "compute mode", STOPS, "GPU 1: no program"),
+    ({"mode": "Exclusive_Process"}, "exclusive mode", WARNING, "one process at a time"),
+    ({"mig": "Enabled"}, "MIG", STOPS, "enabled"),
+    ({"persistence": "Disabled"}, "persistence mode", WARNING, "start slowly"),
+    ({"errors": "2"}, "memory errors", STOPS, "uncorrected ECC errors"),
+    ({"failure": "Yes"}, "row remapping", STOPS, "must be replaced"),
+    ({"pending": "Yes"}, "pending remapping", WARNING, "reset"),
+    ({"slowdown": "Active"}, "slowdown", WARNING, "by the hardware"),
+    ({"width": "8x"}, "PCIe width", WARNING, "fewer lanes"),
+    ({"fabric": "In Progress", "status": "N/A"}, "fabric manager", STOPS, "In Progress"),
+    ({"fabric": "Completed", "status": "Insufficient Resources"}, "fabric manager", STOPS, "Insufficient"),
+])  # fmt: skip
 def test_a_defect_of_one_gpu_is_named(gpu: dict[str, str], check: str, verdict: Verdict, words: str) -> None:
     row = found({}, gpu)[check]
     assert row.verdict is verdict and words in row.found and row.advice
@@ -82,18 +79,11 @@ def test_gpus_of_other_jobs_on_the_node_do_not_count(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "echo '<nvidia_smi_log>'"])
-def test_an_nvidia_smi_that_prints_no_xml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_a_missing_or_silent_nvidia_smi_is_not_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": script})
     assert query_states() is None
-
-
-def test_a_node_without_nvidia_smi_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (row,) = check_nvidia_smi(None, 2, "13.0")
-    assert row.verdict is STOPS and "gpu_request" in row.advice
-    assert query_states() is None
-
-
-def test_a_node_whose_xml_is_missing_is_not_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": nvidia_smi(ROWS, "")})
     assert list(check_nvidia_smi("0,1", 2, "13.0"))[-1].verdict is NOT_CHECKED
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (row,) = check_nvidia_smi(None, 2, "13.0")
+    assert row.verdict is STOPS and "gpu_request" in row.advice and query_states() is None

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,20 +47,16 @@ def test_small_nodes_and_short_limits_are_respected() -> None:
 
 
 def test_waiting_logs_each_state_once(caplog: pytest.LogCaptureFixture) -> None:
-    pending, running = (
-        JobStatus(JobState.PENDING, "PENDING", "(Priority)"),
-        JobStatus(JobState.RUNNING, "RUNNING", "c1"),
-    )
-    states = iter([pending, pending, JobStatus(JobState.UNKNOWN), running, JobStatus(JobState.ENDED, "COMPLETED")])
+    pending = JobStatus(JobState.PENDING, "PENDING", "(Priority)")
+    running, ended = JobStatus(JobState.RUNNING, "RUNNING", "c1"), JobStatus(JobState.ENDED, "COMPLETED")
+    states = iter([pending, pending, JobStatus(JobState.UNKNOWN), running, ended])
     with caplog.at_level("INFO"):
         end = job.wait_for_job("7", lambda _: next(states), poll_seconds=0)
     assert end.name == "COMPLETED"
     assert caplog.messages == ["Job 7 is pending (Priority)", "Job 7 is running c1"]
 
 
-def test_a_long_check_of_this_machine_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_check_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     report = NodeReport(node_rank=0, host="me", findings=[], facts=NodeFacts(), seconds=0.1)
 
     def check(folder: DoctorDir, rank: int) -> None:
@@ -76,11 +73,7 @@ def test_an_interrupt_cancels_the_job_by_its_name(tmp_path: Path, monkeypatch: p
     """Slurm may have accepted the job although its id never arrived."""
     calls = tmp_path / "calls"
     install_programs(tmp_path / "bin", monkeypatch, {"scancel": f'echo "$@" >> {calls}'})
-
-    def interrupted(*_: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(job, "submit", interrupted)
+    monkeypatch.setattr(job, "submit", Mock(side_effect=KeyboardInterrupt))
     folder = DoctorDir(tmp_path / "20261123-101500")
     with pytest.raises(KeyboardInterrupt):
         job.check_nodes(REQUEST, folder)
@@ -88,16 +81,12 @@ def test_an_interrupt_cancels_the_job_by_its_name(tmp_path: Path, monkeypatch: p
     assert "--user=" in calls.read_text()
 
 
-@pytest.mark.parametrize(
-    ("squeue", "state"),
-    [
-        ("echo '7|RUNNING|c1|doctor-shardmake'", JobState.RUNNING),
-        ("echo '7|COMPLETED|c1|doctor-shardmake'", JobState.ENDED),
-        ("exit 0", JobState.ENDED),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED),
-        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", JobState.UNKNOWN),
-    ],
-)
+@pytest.mark.parametrize(("squeue", "state"), [
+    ("echo '7|RUNNING|c1|doctor-shardmake'", JobState.RUNNING),
+    ("echo '7|COMPLETED|c1|doctor-shardmake'", JobState.ENDED), ("exit 0", JobState.ENDED),
+    ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED),
+    ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", JobState.UNKNOWN),
+])  # fmt: skip
 def test_the_state_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, state: JobState) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"squeue": squeue})
     assert job.query_job("7").state is state

@@ -3,6 +3,7 @@
 import fcntl
 from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,29 +45,35 @@ def test_a_cluster_that_answers_has_nothing_that_stops(tmp_path: Path, monkeypat
     assert "partition cpu (default)" in by_name
 
 
-@pytest.mark.parametrize(
-    ("programs", "check", "verdict", "words"),
-    [
-        ({"scontrol": "echo 'slurm_ping: error: Unable to contact slurm controller' >&2; exit 1"}, "Slurm", STOPS, "Unable to contact"),
-        ({"sacct": NO_DATABASE}, "sacct", WARNING, "accounting storage is disabled"),
-        ({"sacctmgr": CLOSED}, "accounts", NOT_CHECKED, "permission denied"),
-        (slurm_programs(config=NO_ACCOUNTING), "accounts", OK, "neither an account nor a qos"),
-        (slurm_programs(associations=""), "accounts", STOPS, "no account of yours"),
-        (slurm_programs(config="", associations=""), "accounts", NOT_CHECKED, "no account of yours"),
-        (slurm_programs(associations="lab-nlp|normal\n"), "accounts", OK, "you may use lab-nlp"),
-        ({}, "accounts", WARNING, "you may use lab-nlp, lab-vision"),
-        ({"sinfo": "echo 'slurm_load_partitions: Connection refused' >&2; exit 1"}, "partitions", STOPS, "Connection refused"),
-        (slurm_programs(states="gpu|drain|0/0/24/24\n"), "partition gpu", WARNING, "its state is drain"),
-        (slurm_programs(states=""), "partition gpu", OK, "16 nodes"),
-    ],
-)  # fmt: skip
+GONE = "echo 'slurm_load_partitions: Connection refused' >&2; exit 1"
+NO_CONTROLLER = "echo 'slurm_ping: error: Unable to contact slurm controller' >&2; exit 1"
+NAMED = {"account": "lab-nlp"}
+
+
+@pytest.mark.parametrize(("programs", "slurm", "check", "verdict", "words"), [
+    ({"scontrol": NO_CONTROLLER}, None, "Slurm", STOPS, "Unable to contact"),
+    ({"sacct": NO_DATABASE}, None, "sacct", WARNING, "accounting storage is disabled"),
+    ({"sacctmgr": CLOSED}, None, "accounts", NOT_CHECKED, "permission denied"),
+    (slurm_programs(config=NO_ACCOUNTING), None, "accounts", OK, "neither an account nor a qos"),
+    (slurm_programs(associations=""), None, "accounts", STOPS, "no account of yours"),
+    (slurm_programs(config="", associations=""), None, "accounts", NOT_CHECKED, "no account of yours"),
+    (slurm_programs(associations="lab-nlp|normal\n"), None, "accounts", OK, "you may use lab-nlp"),
+    ({}, None, "accounts", WARNING, "you may use lab-nlp, lab-vision"),
+    ({"sinfo": GONE}, None, "partitions", STOPS, "Connection refused"),
+    (slurm_programs(states="gpu|drain|0/0/24/24\n"), None, "partition gpu", WARNING, "its state is drain"),
+    (slurm_programs(states=""), None, "partition gpu", OK, "16 nodes"),
+    ({}, {"account": "lab-npl"}, "accounts", STOPS, "Did you mean 'lab-nlp'?"),
+    ({}, NAMED | {"qos": "lang"}, "qos", STOPS, "Did you mean 'long'?"),
+    ({}, {"partition": "gpus"}, "partitions", STOPS, "Did you mean 'gpu'?"),
+])  # fmt: skip
 def test_answers_of_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], check: str, verdict: Verdict, words: str
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], slurm: dict[str, str] | None,
+    check: str, verdict: Verdict, words: str,
+) -> None:  # fmt: skip
+    """Also about names in the cluster file that Slurm does not have."""
     install_programs(tmp_path / "bin", monkeypatch, slurm_programs() | programs)
-    found = checked(None, tmp_path)
-    (row,) = [finding for finding in found if finding.check == check]
-    assert row.verdict is verdict and words in row.found
+    (row,) = [finding for finding in checked(slurm, tmp_path) if finding.check == check]
+    assert row.verdict is verdict and words in (row.advice if slurm else row.found)
     assert row.verdict is OK or row.advice
 
 
@@ -80,26 +87,7 @@ def test_a_local_executor_needs_no_slurm(tmp_path: Path) -> None:
     assert {"Slurm", "sacct"} & set(login.login_checks(make_cluster(), Slurm(), tmp_path)) == set()
 
 
-@pytest.mark.parametrize(
-    ("slurm", "check", "words"),
-    [
-        ({"account": "lab-npl"}, "accounts", "Did you mean 'lab-nlp'?"),
-        ({"account": "lab-nlp", "qos": "lang"}, "qos", "Did you mean 'long'?"),
-        ({"partition": "gpus"}, "partitions", "Did you mean 'gpu'?"),
-    ],
-)
-def test_names_in_the_cluster_file_that_slurm_does_not_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: dict[str, str], check: str, words: str
-) -> None:
-    install_programs(tmp_path / "bin", monkeypatch, slurm_programs())
-    found = checked(slurm, tmp_path)
-    (row,) = [finding for finding in found if finding.check == check]
-    assert row.verdict is STOPS and words in row.advice
-
-
-def test_a_shared_folder_on_a_local_disk_is_a_warning_with_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_folder_on_a_local_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(login, "mount_of", lambda folder, mounts: ("/dev/sda1", "/", "ext4"))
     assert verdicts(list(login.check_shared_folder(tmp_path, on_slurm=True)))["shared folder"] is WARNING
     assert verdicts(list(login.check_shared_folder(tmp_path, on_slurm=False)))["shared folder"] is OK
@@ -113,11 +101,7 @@ def test_locks_of_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert login.check_lock(tmp_path).verdict is OK
     monkeypatch.setattr(fcntl, "flock", lambda file, operation: None)
     assert login.check_lock(tmp_path).verdict is WARNING
-
-    def refuse(file: object, operation: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(38, "Function not implemented")))
     found = login.check_lock(tmp_path)
     assert found.verdict is STOPS and "-o flock" in found.advice
 
@@ -148,13 +132,10 @@ H100 = [GpuStatus("0", "GPU-0", 0, 0, 580, 9.0)]
 OLD = [GpuStatus("0", "GPU-0", 0, 0, 550, 8.0)]
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "cuda", "gpus", "verdict"),
-    [
-        ("h100", None, None, STOPS), ("cpu", None, None, OK), ("cpu", None, H100, STOPS),
-        ("h100", "13.0", None, NOT_CHECKED), ("h100", "13.0", H100, OK), ("a100-80gb", "13.0", OLD, STOPS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("accelerator", "cuda", "gpus", "verdict"), [
+    ("h100", None, None, STOPS), ("cpu", None, None, OK), ("cpu", None, H100, STOPS),
+    ("h100", "13.0", None, NOT_CHECKED), ("h100", "13.0", H100, OK), ("a100-80gb", "13.0", OLD, STOPS),
+])  # fmt: skip
 def test_the_build_of_torch_against_file_and_driver(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, cuda: str | None, gpus: list[GpuStatus] | None, verdict: Verdict
 ) -> None:

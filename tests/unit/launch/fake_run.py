@@ -1,6 +1,6 @@
 """A run whose jobs end as a test says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ import pytest
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import write_json
 from shardmake.launch import attempt_end, submission
-from shardmake.launch.jobs import ActiveJob, attempt_settings
+from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.training import Training
 from shardmake.run.attempt import Attempt, AttemptDir, RankError
@@ -26,6 +26,11 @@ class FakeJobs:
     """An executor whose jobs have ended before they are queried."""
 
     slowest_poll: ClassVar[float] = 0.0
+    find = staticmethod(lambda: None)
+    hosts = staticmethod(lambda nodes: [])
+    down_hosts = staticmethod(lambda hosts: [])
+    has_lost_script = staticmethod(lambda job: False)
+    cancel_command = staticmethod("scancel {}".format)
 
     def __init__(self, *ends: End) -> None:
         self.ends = list(ends)
@@ -38,23 +43,8 @@ class FakeJobs:
         self.ends.pop(0)(folder)
         return str(len(self.excluded))
 
-    def find(self) -> ActiveJob | None:
-        return None
-
     def status(self, job: str) -> JobStatus:
         return JobStatus(self.state, self.slurm_state)
-
-    def hosts(self, nodes: str) -> list[str]:
-        return []
-
-    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
-        return []
-
-    def has_lost_script(self, job: str) -> bool:
-        return False
-
-    def cancel_command(self, job: str) -> str:
-        return f"scancel {job}"
 
 
 class FakeRun:

@@ -128,16 +128,14 @@ def test_files_of_a_run_and_of_the_runs_beside_it_are_bound(checkout: Path, tmp_
 @pytest.mark.parametrize(("changes", "words"), [
     ({"image": "missing.sif"}, "missing.sif': there is no such file. Name an image"),
     ({"image": "/images/x.sqsh", "kind": "pyxis"}, "'/images/x.sqsh': there is no such file"),
+    ({"image": "docker://x"}, r"a:b' cannot be bound, because apptainer separates paths at ':'"),
 ])  # fmt: skip
-def test_a_missing_image_is_refused_at_plan(checkout: Path, changes: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_container(in_container(checkout, **changes), [checkout / "runs/demo"], [make_run()])
-
-
-def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> None:
+def test_a_missing_image_and_a_folder_that_cannot_be_bound_are_refused_at_plan(
+    checkout: Path, changes: dict[str, str], words: str
+) -> None:
     (checkout.parent / "hub").rename(checkout.parent / "a:b")
-    cluster = in_container(checkout, image="docker://x").model_copy(update={"cache": str(checkout.parent / "a:b")})
-    with pytest.raises(ConfigError, match=r"a:b' cannot be bound, because apptainer separates paths at ':'"):
+    cluster = in_container(checkout, **changes).model_copy(update={"cache": str(checkout.parent / "a:b")})
+    with pytest.raises(ConfigError, match=words):
         check_container(cluster, [checkout / "runs/demo"], [make_run()])
 
 
@@ -146,9 +144,7 @@ def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> Non
     ("""echo '{"torch": "1.0"}'""", "torch is 1.0 in the container and .* on the login node; .*shardmake is not"),
     ("echo 'FATAL: no user namespace' >&2; exit 255", None),
 ])  # fmt: skip
-def test_the_image_is_tried_on_a_login_node(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
-) -> None:
+def test_the_image_is_tried(checkout: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None) -> None:
     install_programs(checkout.parent, monkeypatch, {"apptainer": answer})
     (checkout / "x.sif").touch()
     with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():

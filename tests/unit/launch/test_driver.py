@@ -26,7 +26,7 @@ from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.driver_job import DriverDir
 from shardmake.run.plan import Fallback, Plan
 from tests.finished_run import make_record
-from tests.unit.launch.fake_run import FakeJobs, FakeRun, exits, fails
+from tests.unit.launch.fake_run import End, FakeJobs, FakeRun, exits, fails
 from tests.unit.plans import make_cluster, make_plan, make_run
 
 OUT_OF_MEMORY = fails("OutOfMemoryError", "CUDA out of memory.")
@@ -35,10 +35,15 @@ BAD_LABEL = fails("ValueError", "bad label")
 BROKEN = fails("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")
 
 
-@pytest.mark.parametrize(("kind", "shown"), [("KeyError", True), ("DataError", False), ("ConfigError", False)])
-def test_an_error_that_the_user_can_fix_has_no_traceback(demo: FakeRun, kind: str, shown: bool) -> None:
-    with pytest.raises(ShardmakeError, match="use another file") as found:
-        drive(demo.load(FakeJobs(fails(kind, "line 3 is empty; use another file"))))
+@pytest.mark.parametrize(("end", "words", "shown"), [
+    (fails("KeyError", "line 3 is empty; use another file"), "use another file", True),
+    (fails("DataError", "line 3 is empty; use another file"), "use another file", False),
+    (fails("ConfigError", "line 3 is empty; use another file"), "use another file", False),
+    (exits(phase="preflight", returncode=None, message="old torch"), "(?s)old torch.*Fix what the check found", False),
+])  # fmt: skip
+def test_an_error_that_the_user_can_fix_has_no_traceback(demo: FakeRun, end: End, words: str, shown: bool) -> None:
+    with pytest.raises(ShardmakeError, match=words) as found:
+        drive(demo.load(FakeJobs(end)))
     assert ("Traceback" in str(found.value)) == shown
 
 
@@ -49,9 +54,7 @@ def test_it_gives_up_after_three_attempts_without_a_new_checkpoint(demo: FakeRun
         assert len(list(demo.rundir.attempts.glob("[0-9]*"))) == 3 * start, "a new driver has three more attempts"
 
 
-def test_a_full_disk_is_waited_for_before_the_next_attempt(
-    demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wait_for_disk_space(demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     full = fails("DiskFullError", "The disk filled up while checkpoint-20 was written.")
     answers = [DiskFullError("Run demo will need 2 GiB more."), DiskFullError("Run demo will need 1 GiB more."), None]
     monkeypatch.setattr(attempt_end, "check_run", check := Mock(side_effect=answers))
@@ -255,11 +258,6 @@ def test_nodes_whose_checks_failed_stay_excluded(demo: FakeRun) -> None:
     training.attempts = [make_record(**failed, host=node, excluded=node) for node in ("c1", "c2")]
     with pytest.raises(TooFewNodesError, match="not available"):
         submit(training)
-
-
-def test_a_failed_preflight_on_the_local_machine_is_not_retried(demo: FakeRun) -> None:
-    with pytest.raises(ShardmakeError, match=r"(?s)old torch.*Fix what the check found"):
-        drive(demo.load(FakeJobs(exits(phase="preflight", returncode=None, message="old torch"))))
 
 
 def test_fallbacks_that_cannot_resume_a_checkpoint_are_skipped(demo: FakeRun, caplog: pytest.LogCaptureFixture) -> None:

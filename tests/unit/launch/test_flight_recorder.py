@@ -80,14 +80,11 @@ def test_ranks_that_run_different_collectives(changes: dict[str, Any], words: st
 
 @pytest.mark.parametrize("states", [("started", "started"), ("completed", "started"), ("started", "scheduled")])
 def test_a_collective_that_all_joined_and_none_or_some_finished(states: tuple[str, str]) -> None:
+    """Nothing is known about ranks without a dump, or if all have finished."""
     found = find({rank: [entry(1), entry(2, state), entry(3, "scheduled")] for rank, state in enumerate(states)})
     message = "All ranks joined all_reduce number 2 of the group default_pg, and it did not complete."
     assert found == CollectiveHang(message)
-
-
-def test_nothing_is_said_about_ranks_without_a_dump() -> None:
-    waiting = [entry(1), entry(2, "started")]
-    groups = {"0": ("default_pg", [0, 1, 2])}
+    waiting, groups = [entry(1), entry(2, "started")], {"0": ("default_pg", [0, 1, 2])}
     assert find({0: waiting, 2: list(waiting)}, groups) == CollectiveHang()
     assert find({0: [entry(1)], 1: [entry(1)], 2: [entry(1)]}, groups) == CollectiveHang()
 

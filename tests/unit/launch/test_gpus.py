@@ -118,9 +118,7 @@ def test_gpus_are_listed(nvidia_smi: Smi, script: str | None, number: int, last:
     assert (len(gpus), gpus[-1]) == (number, last) if gpus else last is None
 
 
-def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(
-    nvidia_smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_is_released_is_waited_for(nvidia_smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = HEALTHY.replace(" 1, 0", " 71680, 0")
     nvidia_smi(f"if [ $(wc -l < {tmp_path}/calls) -lt 3 ]; then echo '{busy}'; else echo '{HEALTHY}'; fi")
     monkeypatch.setattr(gpu_status, "_RELEASE_POLL_SECONDS", 0.0)

@@ -23,14 +23,11 @@ from tests.unit.plans import make_cluster, make_plan, make_run
 from tests.users import ATTACKER
 
 
-@pytest.mark.parametrize(
-    ("saves", "limit", "lead"),
-    [([], "24:00:00", 120), ([3.0], "24:00:00", 120), ([100.0, 40.0], "24:00:00", 260), ([900.0], "01:00:00", 900),
-     ([], "00:02:00", 30), ([10.0], "00:00:30", 15)],
-)  # fmt: skip
-def test_the_lead_before_the_limit_follows_the_slowest_save(
-    tmp_path: Path, saves: list[float], limit: str, lead: int
-) -> None:
+@pytest.mark.parametrize(("saves", "limit", "lead"), [
+    ([], "24:00:00", 120), ([3.0], "24:00:00", 120), ([100.0, 40.0], "24:00:00", 260), ([900.0], "01:00:00", 900),
+    ([], "00:02:00", 30), ([10.0], "00:00:30", 15),
+])  # fmt: skip
+def test_the_lead_follows_the_slowest_save(tmp_path: Path, saves: list[float], limit: str, lead: int) -> None:
     for step, seconds in enumerate(saves):
         commit_checkpoint(tmp_path / f"train/checkpoints/checkpoint-{step}", step, save_seconds=seconds)
     assert lead_seconds(Slurm(time_limit=limit), tmp_path) == lead
@@ -56,18 +53,13 @@ def test_the_batch_script_repeats_cpus_and_has_a_wckey_only_if_configured(tmp_pa
 NO_ANSWER = SlurmError("Slurm rejected the job: sbatch: error: Batch job submission failed: Socket timed out on send")
 
 
-@pytest.mark.parametrize(
-    ("answers", "found", "result", "left"),
-    [
-        ([NO_ANSWER, NO_ANSWER, "7"], [None, None], "7", 0),
-        ([NO_ANSWER, "7"], [SlurmError("Slurm does not answer")] * 3, "does not answer", 1),
-        ([NO_ANSWER], ["6"], "6", 0),
-        ([NO_ANSWER] * 3, [None] * 3, "Socket timed out", 0),
-        ([NO_ANSWER] * 3, [None, None, "5"], "5", 0),
-        ([SlurmError("Slurm rejected the job: Invalid account"), "8"], [], "Invalid account", 1),
-    ],
-    ids=["later", "nobody-can-say", "accepted-nevertheless", "never", "after-the-last-pause", "rejected"],
-)
+@pytest.mark.parametrize(("answers", "found", "result", "left"), [
+    ([NO_ANSWER, NO_ANSWER, "7"], [None, None], "7", 0),
+    ([NO_ANSWER, "7"], [SlurmError("Slurm does not answer")] * 3, "does not answer", 1), ([NO_ANSWER], ["6"], "6", 0),
+    ([NO_ANSWER] * 3, [None] * 3, "Socket timed out", 0),
+    ([NO_ANSWER] * 3, [None, None, "5"], "5", 0),
+    ([SlurmError("Slurm rejected the job: Invalid account"), "8"], [], "Invalid account", 1),
+], ids=["later", "nobody-can-say", "accepted-nevertheless", "never", "after-the-last-pause", "rejected"])  # fmt: skip
 def test_submission_is_retried_only_while_slurm_knows_no_job(
     answers: list[str | SlurmError], found: list[str | SlurmError | None], result: str, left: int
 ) -> None:
@@ -84,16 +76,13 @@ def test_submission_is_retried_only_while_slurm_knows_no_job(
     assert len(given) == left, "nothing is submitted while Slurm cannot say if it accepted the job"
 
 
-@pytest.mark.parametrize(
-    ("control", "accounted", "state"),
-    [
-        ("slurm_load_jobs error: Invalid job id specified", "7|RUNNING|c1|NAME", JobState.GONE),
-        ("slurm_load_jobs error: Invalid job id specified", "7|FAILED|c1|NAME", JobState.ENDED),
-        ("slurm_load_jobs error: Invalid job id specified", "", JobState.GONE),
-        ("slurm_load_jobs error: Unable to contact slurm controller", "7|RUNNING|c1|NAME", JobState.RUNNING),
-        ("slurm_load_jobs error: Unable to contact slurm controller", "", JobState.UNKNOWN),
-    ],
-)
+@pytest.mark.parametrize(("control", "accounted", "state"), [
+    ("slurm_load_jobs error: Invalid job id specified", "7|RUNNING|c1|NAME", JobState.GONE),
+    ("slurm_load_jobs error: Invalid job id specified", "7|FAILED|c1|NAME", JobState.ENDED),
+    ("slurm_load_jobs error: Invalid job id specified", "", JobState.GONE),
+    ("slurm_load_jobs error: Unable to contact slurm controller", "7|RUNNING|c1|NAME", JobState.RUNNING),
+    ("slurm_load_jobs error: Unable to contact slurm controller", "", JobState.UNKNOWN),
+])  # fmt: skip
 def test_accounting_that_missed_the_end_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: str, accounted: str, state: JobState
 ) -> None:
@@ -108,14 +97,11 @@ def test_accounting_that_missed_the_end_of_a_job(
 
 
 @pytest.mark.parametrize(("nodes", "is_lost"), [("c1\nc3", False), ("c2\nc3", True)])
-def test_a_job_that_lost_the_node_of_its_script_is_recognized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, is_lost: bool
-) -> None:
+def test_a_job_that_lost_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, is_lost: bool) -> None:
     shown = "   ReqNodeList=(null) ExcNodeList=(null)\n   NodeList=c[1-3]\n   BatchHost=c1\n   NumNodes=2\n"
     answers = {"job": shown, "hostnames": nodes}
-    monkeypatch.setattr(
-        slurm_jobs, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, answers[words[2]], "")
-    )
+    done = subprocess.CompletedProcess
+    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *words: done(words, 0, answers[words[2]], ""))
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).has_lost_script("7") is is_lost
 
 
@@ -135,13 +121,9 @@ class Controller:
     """A slurmctld that does not answer the first sbatch in time, and accepts its job 7 as ``accept_late`` says."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, accept_late: str) -> None:
-        programs = {
-            "sbatch": SBATCH.format(folder=folder, accept_late=accept_late.format(folder=folder)),
-            "squeue": f"cat {folder}/queue",
-            "scancel": f"echo $1 >> {folder}/cancelled",
-            "srun": "",
-        }
-        install_programs(folder, monkeypatch, programs)
+        sbatch = SBATCH.format(folder=folder, accept_late=accept_late.format(folder=folder))
+        others = {"squeue": f"cat {folder}/queue", "scancel": f"echo $1 >> {folder}/cancelled", "srun": ""}
+        install_programs(folder, monkeypatch, {"sbatch": sbatch, **others})
         for record in ("queue", "cancelled"):
             (folder / record).touch()
         monkeypatch.setattr(slurm_jobs.time, "sleep", lambda _: None)
@@ -161,16 +143,10 @@ QUEUED = 'echo "7|PENDING|||||$1" >> {folder}/queue'
 STARTED = "mkdir {folder}/train/attempts/001/owner; touch {folder}/train/attempts/001/owner/7"
 
 
-@pytest.mark.parametrize(
-    ("accept_late", "attempt_of_another_job", "job", "submitted", "cancelled"),
-    [
-        (QUEUED, "", "7", 1, []),
-        (f"{QUEUED}; kill -9 $$", "", "7", 1, []),
-        ("true", "000", "8", 2, []),
-        (STARTED, "", "7", 2, ["8"]),
-    ],
-    ids=["accepted-despite-the-error", "client-killed", "job-of-another-attempt", "started-before-the-second-sbatch"],
-)
+@pytest.mark.parametrize(("accept_late", "attempt_of_another_job", "job", "submitted", "cancelled"), [
+    (QUEUED, "", "7", 1, []), (f"{QUEUED}; kill -9 $$", "", "7", 1, []), ("true", "000", "8", 2, []),
+    (STARTED, "", "7", 2, ["8"]),
+], ids=["despite-the-error", "client-killed", "of-another-attempt", "before-the-second-sbatch"])  # fmt: skip
 def test_an_attempt_gets_one_job_whatever_sbatch_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept_late: str, attempt_of_another_job: str, job: str,
     submitted: int, cancelled: list[str],
@@ -183,9 +159,7 @@ def test_an_attempt_gets_one_job_whatever_sbatch_answers(
     assert claim(slurm.attempt, "9") == job and slurm.lines("cancelled") == cancelled
 
 
-def test_a_job_that_appears_after_the_repeated_sbatch_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_appears_after_a_second_sbatch_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Controller(tmp_path, monkeypatch, "true")
     assert slurm.submit() == "8"
     script = slurm.lines("submitted")[0]
@@ -215,16 +189,13 @@ def test_a_job_that_another_user_runs_on_this_machine_is_not_adopted(tmp_path: P
     folder = rundir.attempts / "001"
     words = ["/bin/sh", "-c", "read never", "-m", "shardmake.launch.worker", str(folder.absolute()), "0"]
     worker = subprocess.Popen(words, stdin=subprocess.PIPE, user=ATTACKER, group=ATTACKER)
+    own = subprocess.Popen(words, stdin=subprocess.PIPE)
     try:
         with pytest.raises(ShardmakeError, match=rf"is being trained by job {worker.pid} of \w+\. You cannot adopt it"):
             train(make_run(), make_cluster(executor="local"), rundir)
-        own = subprocess.Popen(words, stdin=subprocess.PIPE)
-        try:
-            assert set(LocalJobs(rundir.root).other_owners()) == {str(worker.pid)}
-        finally:
-            own.kill()
-            own.wait()
+        assert set(LocalJobs(rundir.root).other_owners()) == {str(worker.pid)}
     finally:
-        worker.kill()
-        worker.wait()
+        for process in (own, worker):
+            process.kill()
+            process.wait()
     assert LocalJobs(rundir.root).other_owners() == {}

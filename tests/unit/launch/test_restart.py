@@ -65,27 +65,19 @@ def test_the_first_decision_counts(folder: AttemptDir, why: str) -> None:
     assert claim_next(folder, "002") == NONE
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"returncode": None, "phase": "preflight", "message": "no scratch"},
-        {"stop_signal": "SIGUSR2"},
-        {"oom_kills": 1},
-        {"phase": "rendezvous", "message": "no answer"},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"returncode": None, "phase": "preflight", "message": "no scratch"}, {"stop_signal": "SIGUSR2"}, {"oom_kills": 1},
+    {"phase": "rendezvous", "message": "no answer"},
+])  # fmt: skip
 def test_nodes_that_cannot_train_on_do_not_wait(folder: AttemptDir, values: dict[str, Any]) -> None:
     assert waits_for_driver(folder)
     change_exit(folder, **values)
     assert not waits_for_driver(folder)
-
-
-def test_nothing_waits_before_the_last_node_or_after_a_success(folder: AttemptDir) -> None:
     folder.exit_record(1).unlink()
-    assert not waits_for_driver(folder)
+    assert not waits_for_driver(folder), "before the last node"
     for node in range(2):
         make_exit(node, phase="training", returncode=0).write(folder.exit_record(node))
-    assert not waits_for_driver(folder)
+    assert not waits_for_driver(folder), "after a success"
 
 
 @pytest.fixture
@@ -95,9 +87,7 @@ def stop(tmp_path: Path) -> StopRequest:
     return stop
 
 
-def test_a_signal_while_the_workers_wait_is_recorded(
-    folder: AttemptDir, stop: StopRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_waiting_is_kept(folder: AttemptDir, stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     stop.file = folder.stop_file
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setattr(worker, "main", lambda *_: 1)
@@ -137,7 +127,9 @@ def test_a_process_whose_parent_ended_ends_with_the_ranks() -> None:
 class RunningJobs(FakeJobs):
     """An executor whose jobs run on until nothing follows in them."""
 
-    left = 10_000.0
+    def __init__(self, *ends: Callable[[AttemptDir], None], left: float = 10_000.0) -> None:
+        super().__init__(*ends)
+        self.left = left
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         self.folder = folder
@@ -219,54 +211,34 @@ def _free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "cached_squeue", lambda *_: "")
 
 
-def test_crashes_restart_in_the_same_job_until_the_cap(demo: FakeRun) -> None:
-    assert history(demo, RunningJobs(*[crashes] * 3)) == [("1", KILLED)] * 3
+@pytest.mark.parametrize(("jobs", "in_place", "found"), [
+    (RunningJobs(*[crashes] * 3), True, [("1", KILLED)] * 3),
+    (FakeJobs(*[crashes] * 3), False, [("1", KILLED), ("2", KILLED), ("3", KILLED)]),
+    (RunningJobs(crashes, breaks), True, [("1", KILLED), ("1", ERROR)]),
+    (RunningJobs(crashes, breaks, left=479), True, [("1", KILLED), ("2", ERROR)]),
+], ids=["until the cap", "without the key", "until an error", "not near its limit"])  # fmt: skip
+def test_crashes_restart_in_a_job(demo: FakeRun, jobs: FakeJobs, in_place: bool, found: list[tuple[str, str]]) -> None:
+    assert history(demo, jobs, in_place=in_place) == found
+    assert not in_place or next_in_job(AttemptDir(demo.rundir.attempts / f"{len(found):03d}")) == NONE
 
 
-def test_without_the_key_each_attempt_has_its_own_job(demo: FakeRun) -> None:
-    assert history(demo, FakeJobs(*[crashes] * 3), in_place=False) == [("1", KILLED), ("2", KILLED), ("3", KILLED)]
-
-
-def test_an_error_in_the_training_ends_the_job(demo: FakeRun) -> None:
-    jobs = RunningJobs(crashes, breaks)
-    assert history(demo, jobs) == [("1", KILLED), ("1", ERROR)]
-    assert next_in_job(AttemptDir(demo.rundir.attempts / "002")) == NONE
-
-
-def test_a_job_near_its_limit_is_replaced(demo: FakeRun) -> None:
-    jobs = RunningJobs(crashes, breaks)
-    jobs.left = 479
-    assert history(demo, jobs) == [("1", KILLED), ("2", ERROR)]
-
-
-@pytest.mark.parametrize(
-    ("jobs", "found", "hosts"),
-    [
-        (JobWithSpareNode(loses_node, breaks), [("1", LOST_NODE), ("1", ERROR)], ["c1", "c3"]),
-        (JobWithSpareNode(loses_node, loses_node, breaks), [("1", LOST_NODE)] * 2 + [("2", ERROR)], ["c1", "c3"]),
-        (JobWithSpareNode(fails_preflight, breaks), [("1", "preflight failure"), ("1", ERROR)], ["c2", "c3"]),
-        (JobWithSpareNode(crashes, breaks), [("1", KILLED), ("1", ERROR)], ["c1", "c2"]),
-    ],
-    ids=["lost", "two lost", "preflight", "killed"],
-)
-def test_a_spare_node_replaces_one(
-    demo: FakeRun, jobs: FakeJobs, found: list[tuple[str, str]], hosts: list[str]
-) -> None:
+@pytest.mark.parametrize(("jobs", "found", "hosts"), [
+    (JobWithSpareNode(loses_node, breaks), [("1", LOST_NODE), ("1", ERROR)], ["c1", "c3"]),
+    (JobWithSpareNode(loses_node, loses_node, breaks), [("1", LOST_NODE)] * 2 + [("2", ERROR)], ["c1", "c3"]),
+    (JobWithSpareNode(fails_preflight, breaks), [("1", "preflight failure"), ("1", ERROR)], ["c2", "c3"]),
+    (JobWithSpareNode(crashes, breaks), [("1", KILLED), ("1", ERROR)], ["c1", "c2"]),
+], ids=["lost", "two lost", "preflight", "killed"])  # fmt: skip
+def test_a_spare_node_takes_over(demo: FakeRun, jobs: FakeJobs, found: list[tuple[str, str]], hosts: list[str]) -> None:
     demo.plan = demo.plan.model_copy(update={"spare_nodes": 1})
     assert history(demo, jobs) == found
     assert AttemptDir(demo.rundir.attempts / "002").read().hosts == hosts
 
 
-@pytest.mark.parametrize(
-    ("node", "task", "hosts", "step", "rank"),
-    [
-        ("c1", 0, [], [], 0),
-        ("c3", 2, [], [], None),
-        ("c3", 2, ["c1", "c3"], ["c1", "c2", "c3"], 1),
-        ("c2", 1, ["c1", "c3"], [], None),
-        ("c5", 1, ["c1", "c3"], ["c4", "c5", "c6"], 1),  # Slurm restarted the job elsewhere
-    ],
-)
+@pytest.mark.parametrize(("node", "task", "hosts", "step", "rank"), [
+    ("c1", 0, [], [], 0), ("c3", 2, [], [], None),
+    ("c3", 2, ["c1", "c3"], ["c1", "c2", "c3"], 1), ("c2", 1, ["c1", "c3"], [], None),
+    ("c5", 1, ["c1", "c3"], ["c4", "c5", "c6"], 1),  # Slurm restarted the job elsewhere
+])  # fmt: skip
 def test_each_node_knows_its_rank(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, node: str, task: int, hosts: list[str], step: list[str],
     rank: int | None,

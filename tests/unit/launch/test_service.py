@@ -158,12 +158,11 @@ def test_ranks_do_not_start_without_reaching_the_service(folder: AttemptDir, mon
     monkeypatch.setattr(service, "CONNECT_SECONDS", 0.5)
     publish(folder, port=1)
     folder.log(1).write_text("# output of the service\nshard 9 of 9\nlistening\n")
-    with pytest.raises(ServiceError) as error:
-        wait_for_services(folder, folder.read())
-    assert str(error.value) == (
-        f"{host_name()} could not connect to the service on c3 at 127.0.0.1, port 1, for 0.5 s, although it answers on "
-        "c3. Check network_interface in the cluster file and the nodes' firewall. Its last output: listening"
+    words = (
+        rf"^{host_name()} could not connect to the service on c3 at 127.0.0.1, port 1, for 0.5 s, although it answers "
     )
+    with pytest.raises(ServiceError, match=rf"{words}.*network_interface .*Its last output: listening$"):
+        wait_for_services(folder, folder.read())
 
 
 def test_a_node_connects_to_a_service_that_it_reaches_late(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:

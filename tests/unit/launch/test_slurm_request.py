@@ -51,12 +51,8 @@ def test_a_new_option_is_a_row_and_a_key(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_doctor_drafts_a_cluster_with_every_key_that_it_is_given() -> None:
     options = Slurm(partition="gpu", account="lab", wckey="key", exclude="c[7-9]")
-    assert (
-        draft_cluster(options, parse_partitions(SINFO)).slurm.model_copy(
-            update={"time_limit": options.time_limit, "gpu_type": None}
-        )
-        == options
-    )
+    drafted = draft_cluster(options, parse_partitions(SINFO)).slurm
+    assert drafted.model_copy(update={"time_limit": options.time_limit, "gpu_type": None}) == options
 
 
 def test_each_option_of_a_job_is_needed_or_can_be_left_out(tmp_path: Path) -> None:
@@ -77,15 +73,11 @@ def test_each_option_of_a_job_is_needed_or_can_be_left_out(tmp_path: Path) -> No
             assert (flag in flags(extra={flag: False})) == needed[flag], flag
 
 
-@pytest.mark.parametrize(
-    ("kind", "left_out"),
-    [
-        (JobKind.TRAINING, set()),
-        (JobKind.EVALUATE, {"mem", "nodelist"}),
-        (JobKind.CPU_STAGE, {"mem", "nodelist", "exclusive", "reservation"}),
-        (JobKind.DRIVER, {"mem", "nodelist", "exclusive", "reservation", "no-requeue", "begin"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "left_out"), [
+    (JobKind.TRAINING, set()), (JobKind.EVALUATE, {"mem", "nodelist"}),
+    (JobKind.CPU_STAGE, {"mem", "nodelist", "exclusive", "reservation"}),
+    (JobKind.DRIVER, {"mem", "nodelist", "exclusive", "reservation", "no-requeue", "begin"}),
+])  # fmt: skip
 def test_options_of_extra_hold_for_some_jobs(kind: JobKind, left_out: set[str]) -> None:
     names = ("mem", "nodelist", "exclusive", "reservation", "no-requeue", "begin", "mail-type")
     cluster = site(cpu_partition="cpu", extra=dict.fromkeys(names, "x"))
@@ -93,29 +85,11 @@ def test_options_of_extra_hold_for_some_jobs(kind: JobKind, left_out: set[str]) 
     assert {name for name in names if f"#SBATCH --{name}=x" not in lines} == left_out
 
 
-@pytest.mark.parametrize(
-    ("extra", "options"),
-    [
-        ({"requeue": False, "exclusive": False, "mail_type": "END"}, {"no-requeue": True, "mail-type": "END"}),
-        ({"gres": "localtmp:1024"}, {"no-requeue": True, "gres": "gpu:4,localtmp:1024"}),
-    ],
-)
-def test_options_of_extra_stand_beside_those_of_the_plan(extra: dict[str, Any], options: dict[str, Any]) -> None:
-    request = SlurmRequest(site(extra=extra), JobKind.TRAINING, 60, gpus=4)
-    assert request.submitit()["additional_parameters"] == {"gres": "gpu:4"} | options
-
-
-@pytest.mark.parametrize(
-    ("form", "training", "stage", "driver"),
-    [
-        ("per_node", "--mem=9GB", "--mem 3072", "--mem=4096M"),
-        ("per_cpu", "--mem-per-cpu=2304M", "--mem-per-cpu 1536", "--mem-per-cpu=4096M"),
-        ("none", None, None, None),
-    ],
-)
-def test_every_job_requests_memory_as_the_site_takes_it(
-    tmp_path: Path, form: str, training: str | None, stage: str | None, driver: str | None
-) -> None:
+@pytest.mark.parametrize(("form", "training", "stage", "driver"), [
+    ("per_node", "--mem=9GB", "--mem 3072", "--mem=4096M"),
+    ("per_cpu", "--mem-per-cpu=2304M", "--mem-per-cpu 1536", "--mem-per-cpu=4096M"), ("none", None, None, None),
+])  # fmt: skip
+def test_memory_request(tmp_path: Path, form: str, training: str | None, stage: str | None, driver: str | None) -> None:
     cluster, resources = site(memory=form), Resources(memory_gib=3, cpus=2)
     given = SlurmRequest(cluster, JobKind.TRAINING, 60, cpus=4, memory_mib=9216).submitit()
     options = {name: given[name] for name in ("mem", "mem_per_cpu") if name in given}
@@ -133,16 +107,17 @@ def test_slurm_keeps_a_training_with_spare_nodes_when_a_node_fails() -> None:
     assert "no-kill" not in str(SlurmRequest(cluster, JobKind.EVALUATE, 60).submitit())
 
 
-@pytest.mark.parametrize(
-    ("cluster", "options"),
-    [
-        (site(gpu_type="a100"), {"gres": "gpu:a100:4"}),
-        (site(gpu_request="gpus-per-node"), {"gpus-per-node": "4"}),
-        (site(gpu_request="gpus", gpu_type="a-b"), {"gpus": "a-b:8", "gpus-per-node": "a-b:4"}),
-        (site("cpu"), {}),
-    ],
-)
+NO_REQUEUE = {"requeue": False, "exclusive": False, "mail_type": "END"}
+
+
+@pytest.mark.parametrize(("cluster", "options"), [
+    (site(gpu_type="a100"), {"gres": "gpu:a100:4"}), (site(gpu_request="gpus-per-node"), {"gpus-per-node": "4"}),
+    (site(gpu_request="gpus", gpu_type="a-b"), {"gpus": "a-b:8", "gpus-per-node": "a-b:4"}), (site("cpu"), {}),
+    (site(extra=NO_REQUEUE), {"gres": "gpu:4", "mail-type": "END"}),
+    (site(extra={"gres": "localtmp:1024"}), {"gres": "gpu:4,localtmp:1024"}),
+])  # fmt: skip
 def test_the_training_requests_as_many_gpus_on_each_node(cluster: Cluster, options: dict[str, str]) -> None:
+    """Options of ``slurm.extra`` stand beside those of the plan."""
     request = SlurmRequest(cluster, JobKind.TRAINING, 60, nodes=2, gpus=4)
     assert request.submitit()["additional_parameters"] == {"no-requeue": True} | options
 

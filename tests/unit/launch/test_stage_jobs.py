@@ -80,9 +80,7 @@ def test_gpus_of_each_process_none_on_cpus_and_a_value_that_the_executor_misread
     (["export A=${HOME:-x}", 'export B="{$A}"'], "$A $B", {"HOME": "/home/ada"}, "/home/ada {/home/ada}"),
     (["module load cuda/12.8"], "$LOADED", {"MODULESHOME": "FOLDER"}, "cuda/12.8"),
 ])  # fmt: skip
-def test_set_up_lines_run_before_the_command(
-    tmp_path: Path, setup: list[str], script: str, variables: dict[str, str], printed: str
-) -> None:
+def test_set_up_is_run(tmp_path: Path, setup: list[str], script: str, variables: dict[str, str], printed: str) -> None:
     """They may have braces, and they may load modules where sh drops functions."""
     (tmp_path / "init").mkdir()
     (tmp_path / "init/bash").write_text('module() { export LOADED="$2"; }\n')

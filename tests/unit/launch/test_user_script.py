@@ -47,14 +47,11 @@ def test_a_script_must_exist_and_be_python(tmp_path: Path) -> None:
 
 
 def test_editing_the_script_changes_the_training_settings(script: Path) -> None:
-    programs = []
+    run, programs = make_run(script=str(script), script_args=["--lr", "1"]), []
     for text in ("a = 1", "a = 2"):
         script.write_text(text)
-        run = make_run(script=str(script), script_args=["--lr", "1"])
         programs.append(rendered(script.parent, "zero2", run).training.program)
-    first, second = programs
-    assert first.args == second.args == ["--lr", "1"]
-    assert first.sha256 != second.sha256
+    assert [one.args for one in programs] == [["--lr", "1"]] * 2 and programs[0].sha256 != programs[1].sha256
 
 
 @pytest.mark.parametrize(("strategy", "degrees", "own", "gathers"), [
@@ -71,6 +68,7 @@ def test_a_script_chooses_its_own_batch_sizes_and_may_gather_its_weights(
 
 
 def test_a_script_gets_the_deepspeed_file_with_numbers(script: Path) -> None:
+    """An "auto" that has no number is left out."""
     folder, native = script.parent, AttemptDir(script.parent).deepspeed_native
     write_files(rendered(folder, "zero3", make_run(script=str(script), max_grad_norm=0.5)), folder, make_model())
     assert "auto" not in native.read_text()
@@ -80,12 +78,8 @@ def test_a_script_gets_the_deepspeed_file_with_numbers(script: Path) -> None:
     assert values["zero_optimization"]["reduce_bucket_size"] == 64 * 64
     write_files(rendered(folder, "zero3", make_run()), folder, make_model())
     assert not native.exists()
-
-
-def test_an_auto_that_has_no_number_is_left_out() -> None:
     values = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}, "train_batch_size": "auto"}
-    arguments = {"learning_rate": 0.25, "adam_beta1": 0.9, "adam_beta2": 0.95}
-    numbers = with_numbers(values, arguments, hidden_size=8)
+    numbers = with_numbers(values, {"learning_rate": 0.25, "adam_beta1": 0.9, "adam_beta2": 0.95}, hidden_size=8)
     assert numbers == {"optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": [0.9, 0.95]}}}
 
 
@@ -145,6 +139,11 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
 
 def test_a_stopped_or_failed_script_has_not_finished(folder: AttemptDir) -> None:
     rundir = prepared(folder.read().rundir)
+    assert user_script.newest_file(rundir) == 0
+    for second, name in ((100, "checkpoints/a"), (200, "output/b")):
+        (rundir.train / name).touch()
+        os.utime(rundir.train / name, (second, second))
+        assert user_script.newest_file(rundir) == second, "its progress is the time of the newest file"
     (rundir.script_output / "model.safetensors").touch()
     write_exits(folder, 0, 0)
     for what in (lambda: write_exits(folder, 0, 1), folder.stopped.touch, lambda: record_error(folder, 1, OSError())):
@@ -169,15 +168,6 @@ def test_files_of_other_settings_are_set_aside(tmp_path: Path, caplog: pytest.Lo
     assert (rundir.checkpoints / "step-1").exists(), "restored"
     user_script.prepare_folders(rundir, "new", {})
     assert (rundir.train / "checkpoints-of-old/step-1").exists()
-
-
-def test_progress_is_the_time_of_the_newest_file(tmp_path: Path) -> None:
-    rundir = prepared(RunDir(tmp_path / "lab"))
-    assert user_script.newest_file(rundir) == 0
-    for second, name in ((100, "checkpoints/a"), (200, "output/b")):
-        (rundir.train / name).touch()
-        os.utime(rundir.train / name, (second, second))
-        assert user_script.newest_file(rundir) == second
 
 
 @pytest.mark.parametrize(("end", "fails"), [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(3)", True)])

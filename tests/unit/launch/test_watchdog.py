@@ -39,10 +39,14 @@ def test_timeouts_of_torch_exceed_every_allowance(hang_seconds: float, timeout: 
     assert allowance(beat(phase="save"), hang_seconds) < attempt.collective_timeout(hang_seconds) == timeout
 
 
-def test_the_rank_overdue_for_longest_is_found() -> None:
+def test_the_rank_overdue_for_longest_is_found(tmp_path: Path) -> None:
     beats = [beat(0, time=1000), beat(1, time=900), beat(2, phase="save", time=100)]
     assert overdue(beats, 1599, 600) == beats[1]
     assert overdue(beats, 1499, 600) is None
+    watch = Watchdog(AttemptDir(tmp_path), range(2), 2, 0.01, tmp_path / "heartbeat")
+    write_heartbeat(AttemptDir(tmp_path), 0, "load", 0)
+    time.sleep(0.1)
+    assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load"), "also without a heartbeat"
 
 
 def at(rank: int, stack: str, *state: str, step: int = 9) -> RankState:
@@ -123,13 +127,6 @@ def test_stacks_are_synced_before_the_states_are_written(tmp_path: Path, monkeyp
     monkeypatch.setattr(watchdog.NodeStates, "write", lambda states, path: synced.append(path))
     Watchdog(folder, range(2), 2, 600, folder.heartbeats).collect(tmp_path, tmp_path)
     assert synced == [folder.stack(0), folder.stacks / "node-0.json"]
-
-
-def test_a_rank_without_a_heartbeat_is_overdue_from_the_start(tmp_path: Path) -> None:
-    watch = Watchdog(AttemptDir(tmp_path), range(2), 2, 0.01, tmp_path / "heartbeat")
-    write_heartbeat(AttemptDir(tmp_path), 0, "load", 0)
-    time.sleep(0.1)
-    assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load")
 
 
 @pytest.mark.parametrize("clocks", [("time", "monotonic"), ("time",)], ids=["pause", "clock-set"])

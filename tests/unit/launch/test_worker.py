@@ -1,16 +1,18 @@
-"""The end of a worker, and what it archives."""
+"""The worker of a node: when a task starts it, how it ends, and what it archives."""
 
 import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from shardmake.core.atomic import write_json
 from shardmake.core.environment import kernel_caches
-from shardmake.launch import worker
+from shardmake.launch import slurm_task, worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError
 from shardmake.run.attempt import AttemptDir, NodeExit
+from shardmake.run.attempt_owner import NOBODY, claim, claim_next
 from tests.finished_run import make_exit
 from tests.programs import install_programs
 from tests.unit.launch.fake_run import write_attempt
@@ -25,9 +27,7 @@ def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     return folder
 
 
-def test_the_interfaces_that_the_user_names_and_the_variables_of_the_cluster_file_win(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interfaces_of_the_user_and_variables_of_the_file_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def environment(**variables: str | int) -> dict[str, str]:
         cluster = make_cluster(network_interface="ib0", env=variables)
         attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp"), resume_from=None, settings_digest="r")
@@ -50,25 +50,17 @@ def test_the_command_of_a_node_is_logged_without_secrets(folder: AttemptDir, mon
     assert "env ENDPOINT=https://[removed]@host/x PASSED_ON=[removed] \\\n  accelerate launch" in text
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "job", "cluster", "value"),
-    [
-        ("h100", {}, {}, "expandable_segments:True"),
-        ("cpu", {}, {}, None),
-        ("h100", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),  # inherited from the job
-        ("h100", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),
-        ("h100", {}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, None),
-        ("h100", {}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, "max_split_size_mb:256"),
-    ],
-)
+@pytest.mark.parametrize(("accelerator", "job", "cluster", "value"), [
+    ("h100", {}, {}, "expandable_segments:True"), ("cpu", {}, {}, None),
+    ("h100", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),  # inherited from the job
+    ("h100", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),
+    ("h100", {}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, None),
+    ("h100", {}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, "max_split_size_mb:256"),
+])  # fmt: skip
 def test_the_allocator_uses_segments_that_grow_unless_the_user_configured_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    accelerator: str,
-    job: dict[str, str],
-    cluster: dict[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, job: dict[str, str], cluster: dict[str, str],
     value: str | None,
-) -> None:
+) -> None:  # fmt: skip
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name in job:
@@ -79,9 +71,7 @@ def test_the_allocator_uses_segments_that_grow_unless_the_user_configured_it(
     assert found.get("PYTORCH_ALLOC_CONF") == value
 
 
-def test_ranks_start_without_the_lock_of_a_killed_build(
-    folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_killed_build_is_removed(folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -92,11 +82,9 @@ def test_ranks_start_without_the_lock_of_a_killed_build(
     assert f"Removed {lock}" in folder.log(0).read_text()
 
 
-@pytest.mark.parametrize(
-    ("status", "exited", "ends_step"),
-    [(1, [0], True), (1, [0, 1], False), (0, [0], False)],
-    ids=["another-node-is-stuck", "all-failed", "done-first"],
-)
+@pytest.mark.parametrize(("status", "exited", "ends_step"), [
+    (1, [0], True), (1, [0, 1], False), (0, [0], False),
+], ids=["another-node-is-stuck", "all-failed", "done-first"])  # fmt: skip
 def test_a_failed_node_ends_the_step_if_another_is_stuck(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, exited: list[int], ends_step: bool
 ) -> None:
@@ -114,56 +102,112 @@ def test_a_failed_node_ends_the_step_if_another_is_stuck(
     assert end.value.code not in (0, None)
 
 
-def fail_rendezvous(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(worker, "run_rendezvous", fail)
-
-
 def test_a_record_that_cannot_be_written_is_printed(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fill_up(record: NodeExit, path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(NodeExit, "write", fill_up)
-    fail_rendezvous(monkeypatch, RendezvousError("no node connected"))
+    monkeypatch.setattr(NodeExit, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(worker, "run_rendezvous", Mock(side_effect=RendezvousError("no node connected")))
     assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
     printed = capsys.readouterr().out
     assert "No space left on device" in printed and '"phase":"rendezvous"' in printed and "no node connected" in printed
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "kept"),
-    [
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/scratch/x"),
-            "Cannot use /scratch/x. No space is left",
-            False,
-        ),
-        (KeyError("rank"), "Unexpected error: KeyError: 'rank'", True),
-    ],
-)
+@pytest.mark.parametrize(("error", "message", "kept"), [
+    (OSError(errno.ENOSPC, "No space left on device", "/scratch/x"), "Cannot use /scratch/x. No space is left", False),
+    (KeyError("rank"), "Unexpected error: KeyError: 'rank'", True),
+])  # fmt: skip
 def test_an_error_of_the_worker_has_a_message_and_its_traceback_a_file(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, kept: bool
 ) -> None:
-    fail_rendezvous(monkeypatch, error)
+    monkeypatch.setattr(worker, "run_rendezvous", Mock(side_effect=error))
     assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
     record = NodeExit.read(folder.exit_record(1))
     assert record.message.startswith(message) and "Traceback" not in record.message
     assert folder.log(1).exists() == kept and (not kept or "KeyError" in folder.log(1).read_text())
 
 
-def test_a_waiting_node_blames_the_missing_one(
-    folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_blames_the_missing_one(folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = '[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"'
     install_programs(tmp_path, monkeypatch, {"scontrol": scontrol})
     monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
-    fail_rendezvous(monkeypatch, RendezvousError("Node 1 did not connect to c1 before the deadline.", absent=1))
+    monkeypatch.setattr(
+        worker,
+        "run_rendezvous",
+        Mock(side_effect=RendezvousError("Node 1 did not connect to c1 before the deadline.", absent=1)),
+    )
     worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
     assert [node.culprit for node in folder.exits()] == ["c2"]
     (tmp_path / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert worker.step_nodes() == []
+
+
+@pytest.fixture
+def claimed(tmp_path: Path) -> AttemptDir:
+    (tmp_path / "attempts/001").mkdir(parents=True)
+    return AttemptDir(tmp_path / "attempts/001")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the attempts whose worker started; the task is one of job 7."""
+    found: list[Path] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(slurm_task, "run_slurm_task", lambda attempt, stop: found.append(attempt))
+    monkeypatch.setattr(slurm_task, "StopRequest", Mock())
+    return found
+
+
+def test_the_first_job_works_on_every_node_and_after_a_restart(claimed: AttemptDir, started: list[Path]) -> None:
+    for _ in range(2):
+        slurm_task.main(claimed.root)
+    assert started == [claimed.root] * 2
+
+
+def test_a_requeued_job_counts_its_starts(tmp_path: Path, started: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node may have published the address of this start before, and the job two addresses before that."""
+    folder = AttemptDir(tmp_path / "train/attempts/001")
+    write_attempt(folder, make_plan("zero2")).model_copy(update={"again": 2}).write(folder.settings)
+    address = Rendezvous(address="10.0.0.1", port=1, interface="ib0", host="c1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for start in range(5):
+        started.clear()
+        address.write(folder.rendezvous / f"start-{start}.json")
+        slurm_task.main(folder.root)
+        assert bool(started) is (start < 4)
+
+
+@pytest.mark.parametrize(("owner", "reason"), [
+    ("8", "attempt 001 belongs to job 8, because the sbatch of this one had failed"),
+    (NOBODY, "attempt 001 belongs to no job, because the sbatch of this one had failed"),
+    ("7", "a later attempt has begun"),
+])  # fmt: skip
+def test_another_job_leaves_the_attempt(
+    claimed: AttemptDir, started: list[Path], capsys: pytest.CaptureFixture[str], owner: str, reason: str
+) -> None:
+    claim(claimed, owner)
+    folder = claimed.root.parent
+    if owner == "7":
+        (folder / "002").mkdir()
+    before = sorted(folder.rglob("*"))
+    slurm_task.main(claimed.root)
+    assert not started and sorted(folder.rglob("*")) == before
+    assert capsys.readouterr().out == f"Job 7 ends without training: {reason}.\n"
+
+
+def test_a_job_follows_its_attempts(claimed: AttemptDir, started: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt chooses the second one while the job runs; a requeued job begins with the last one."""
+    second = claimed.root.with_name("002")
+
+    def run(root: Path, stop: object) -> AttemptDir | None:
+        started.append(root)
+        if root == second:
+            return None
+        second.mkdir()
+        return AttemptDir(root.with_name(claim_next(claimed, "002")))
+
+    monkeypatch.setattr(slurm_task, "run_slurm_task", run)
+    slurm_task.main(claimed.root)
+    slurm_task.main(claimed.root)
+    assert started == [claimed.root, second, second]

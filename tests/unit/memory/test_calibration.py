@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
-from shardmake.memory.calibration import Observation, fit
+from shardmake.memory.calibration import fit
 
 
 @given(
@@ -20,15 +20,15 @@ def test_fit_recovers_context_nccl_and_pools(
     context: int, nccl: int | None, pools: int, occupied: int, sizes: list[int]
 ) -> None:
     rest = context + (nccl or 0) + occupied
-    observations = [Observation(size + pools, size + pools + rest, size) for size in sizes]
+    observations = [(size + pools, size + pools + rest, size) for size in sizes]
     found = fit(observations, nccl, occupied, "a GPU", "node7", "today")
     assert (found.context, found.nccl, found.pools) == (context, nccl, pools)
 
 
 def test_less_reserved_than_predicted_gives_no_pools() -> None:
-    assert fit([Observation(GIB, 2 * GIB, 3 * GIB)], None, 0, "", "", "").pools == 0
+    assert fit([(GIB, 2 * GIB, 3 * GIB)], None, 0, "", "", "").pools == 0
 
 
 def test_impossible_measurements_are_rejected() -> None:
     with pytest.raises(ShardmakeError, match="Another process used the GPU"):
-        fit([Observation(GIB, GIB // 2, GIB)], None, 0, "", "", "")
+        fit([(GIB, GIB // 2, GIB)], None, 0, "", "", "")

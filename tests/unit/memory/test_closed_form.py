@@ -17,6 +17,6 @@ def test_closed_form_and_simulation_agree(strategy: str, checkpointing: bool, gr
         gradients = "bf16"  # no plan has it otherwise
     case = scenario(strategy=strategy, checkpointing=checkpointing, gradient_dtype=gradients, accumulation=2)
     simulated = gpu_memory(case, BUCKETS)
-    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu
+    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case)).gpu
     assert scanned.allocated == pytest.approx(simulated.allocated, rel=0.08)
     assert simulated.allocated <= simulated.reserved <= simulated.device

@@ -41,8 +41,21 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     " lora with checkpointing": {"method": "lora", "checkpointing": True},
 }
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128}
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0, **_WINDOWS,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 16, "q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
+}  # fmt: skip
+_YOUTU = {"model_type": "youtu", **_LATENT}
+_EXPERTS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4} | {
+    "moe_intermediate_size": 256
+}
 _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 64, "tie_word_embeddings": False, **_WINDOWS},
+    "gemma4_text": {**_GEMMA4, "tie_word_embeddings": False},
     "granite": {},
     "ministral": {"head_dim": 64, **_WINDOWS},
     "olmo2": {},
@@ -59,7 +72,14 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 256, "pad_token_id": 0, "use_qk_norm": True}
     | {"num_experts_per_tok": 4},
     "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "intermediate_size": 1024},
+    "dots1": {"head_dim": 64, "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 256, "first_k_dense_replace": 1},
+    "deepseek_v3": {**_LATENT, **_EXPERTS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**_LATENT, **_EXPERTS, "q_lora_rank": None, "n_shared_experts": 2, "rope_interleave": False},
+    "youtu": {**_LATENT, "tie_word_embeddings": False},
     "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
+    "gemma4": {"text_config": {**SIZES, "model_type": "gemma4_text", **_GEMMA4}},
+    "kimi_k25": {"text_config": {**SIZES, "model_type": "kimi_k2", **_LATENT, **_EXPERTS, "first_k_dense_replace": 2}},
 }
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 
@@ -84,7 +104,7 @@ CASES |= {
     "lora": scenario(method="lora"),
     "qlora with checkpointing": scenario(method="qlora", checkpointing=True, **AUTOCAST),
     "qlora under ZeRO": scenario(method="qlora"),
-    "qlora of a script": scenario(method="qlora", casts_to_fp32=True, **AUTOCAST),
+    "qlora of a script": scenario(method="qlora", has_script=True, **AUTOCAST),
     "lora with dropout": scenario(method="lora", lora_dropout=0.1, **AUTOCAST),
     "lora on q and v": scenario(method="lora", lora_targets=("q_proj", "v_proj")),
     "lora with checkpointing": scenario(method="lora", checkpointing=True, **AUTOCAST),
@@ -92,13 +112,17 @@ CASES |= {
     "qwen2": scenario({"model_type": "qwen2"}),
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
+    "youtu eager with one sequence": scenario(_YOUTU, attention="eager", micro_batch=1),
+    "youtu qlora": scenario(_YOUTU, method="qlora", strategy="ddp"),
+    "youtu lora on the narrow rows": scenario(_YOUTU, method="lora", lora_targets=("q_a_proj", "kv_a_proj_with_mqa")),
+    "deepseek_v3 with the chunked loss": scenario({"model_type": "deepseek_v3", **_LATENT, **_EXPERTS}, loss="chunked"),
     "tied": scenario({"tie_word_embeddings": True}),
 }
 CASES |= {
     f"{kind}{name}": scenario({"model_type": kind, "num_hidden_layers": LAYERS, **_UNLIKE[kind]}, **settings)
     for kind in _UNLIKE
     for name, settings in _SETTINGS.items()
-    if kind not in FAMILIES or not FAMILIES[kind].experts or "method" not in settings  # which is traced
+    if "method" not in settings or not (kind == "kimi_k25" or (kind in FAMILIES and FAMILIES[kind].experts))  # traced
     if kind not in FAMILIES or settings.get("attention", "flash") in FAMILIES[kind].kernels
 }
 
@@ -148,6 +172,16 @@ def test_everything_is_freed_exactly_once(name: str) -> None:
     events = micro_step(CASES[name])
     made, freed = ([event[1] for event in events if event[0] == kind] for kind in ("alloc", "free"))
     assert sorted(made) == sorted(freed) == [*range(len(made))]
+
+
+def test_the_gradient_of_a_tied_embedding_is_alone_when_it_is_complete() -> None:
+    """Autograd adds that of the embedding to that of the head in place, and frees it."""
+    case = CASES["tied"]
+    events = micro_step(case)
+    complete = next(n for n, event in enumerate(events) if event[0] == "grad" and "embed_tokens" in event[2])
+    freed = {event[1] for event in events[:complete] if event[0] == "free"}
+    alive = [event for event in events[:complete] if event[0] == "alloc" and event[1] not in freed]
+    assert [event[1] for event in alive if event[2] == 2 * case.model.head] == [events[complete][1]]
 
 
 def test_published_bytes_per_token_and_layer() -> None:
@@ -213,6 +247,6 @@ def _input_bytes(**config: Any) -> int:
 )
 def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, script: bool, wider: int) -> None:
     """A script may widen the embedding of a 4-bit model to fp32, and with it each layer's input."""
-    changes = {"checkpointing": True, "strategy": strategy, "casts_to_fp32": script}
+    changes = {"checkpointing": True, "strategy": strategy, "has_script": script}
     wide, narrow = (_input_bytes(method=method, **changes) for method in ("qlora", "lora"))
     assert wide - narrow == wider * 1024 * 2 * 512

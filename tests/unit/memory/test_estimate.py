@@ -10,9 +10,10 @@ from shardmake.core.units import GIB
 from shardmake.doctor.gpu_report import GpuReport
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import estimate_closed_form, events_of, gpu_memory, outside
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory, outside
 from shardmake.memory.model import selected_experts, with_experts
 from shardmake.memory.read_config import from_config
+from shardmake.memory.trace import events_of
 from tests.unit.memory.llama_8b import BUCKETS, LLAMA_8B, scenario
 from tools.gpu_page import RESULTS
 
@@ -113,7 +114,7 @@ def test_qlora_under_fsdp_needs_the_whole_4_bit_model_on_each_gpu_first() -> Non
     wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     model = from_config({**LLAMA_8B, **wide})
     case = scenario(model, strategy="fsdp", method="qlora", sequence_length=512, loads_on_gpu=True)
-    for figures in (gpu_memory(case, BUCKETS), estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu):
+    for figures in (gpu_memory(case, BUCKETS), estimate_closed_form(case, BUCKETS, closed_form.profile(case)).gpu):
         assert figures.phase == "load" and figures.allocated == states.frozen_bytes(case) > 36 * GIB
 
 

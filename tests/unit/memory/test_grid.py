@@ -19,10 +19,11 @@ from shardmake.memory import closed_form, trace
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import weight_bytes
-from shardmake.memory.estimate import estimate_closed_form, events_of, simulate
+from shardmake.memory.estimate import estimate_closed_form, simulate
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
+from shardmake.memory.trace import events_of
 from tests.unit.memory.llama_8b import scenario
 from tests.unit.memory.test_every_model_type import in_this_process
 
@@ -117,9 +118,10 @@ def test_the_plan_has_the_memory_of_a_trace_of_the_whole_step(
 ) -> None:
     case = _scenario(cell)
     planned, traced = (simulate(case, BUCKETS, events) for events in (events_of(case), whole_step(case)))
-    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {}))
+    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case))
     more = _second_gradient(case)
-    assert planned.allocated == pytest.approx(traced.allocated, rel=ALLOCATED, abs=more)
+    allocated, expected = (one.peaks[one.highest()].total for one in (planned, traced))
+    assert allocated == pytest.approx(expected, rel=ALLOCATED, abs=more)
     reserved = traced.reserved()
     assert planned.reserved() == pytest.approx(reserved, abs=RESERVED * reserved + more)
-    assert TOO_LOW <= scanned.gpu.allocated / planned.allocated - 1 <= TOO_HIGH
+    assert TOO_LOW <= scanned.gpu.allocated / allocated - 1 <= TOO_HIGH

@@ -61,7 +61,7 @@ def test_parameters_on_nvme_have_buffers_and_a_part_in_ram() -> None:
 
 def test_a_script_under_zero3_may_gather_the_whole_model_to_save_it() -> None:
     for strategy, size in (("zero3", 2 * P), ("zero3-offload", 2 * P), ("zero2", 0), ("ddp", 0)):
-        terms = host.host_terms(scenario(strategy=strategy, gathers_on_save=True), SMALL_GROUPS)
+        terms = host.host_terms(scenario(strategy=strategy, has_script=True), SMALL_GROUPS)
         assert terms.get("gathered weights", 0) == pytest.approx(size, rel=1e-3), strategy
         assert ("loading" in terms) == (size == 0), strategy
 

@@ -6,12 +6,17 @@ from shardmake.core.errors import ModelError
 from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu_memory
-from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier
+from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier, family_of, gives_sizes
 from shardmake.memory.model import count_rates, find_frozen, find_rates, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
 
+NO_INPUTS = {"hidden_size_per_layer_input": 0}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 VARIANTS = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -23,6 +28,8 @@ VARIANTS = [
     {"model_type": "gemma"},
     {"model_type": "gemma", "head_dim": 16, "attention_bias": True},
     {"model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 6},
+    {"model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, **NO_INPUTS, "num_hidden_layers": 7},
+    {"model_type": "gemma4_text", "num_global_key_value_heads": 1, "attention_k_eq_v": True, **NO_INPUTS},
     {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
     {"model_type": "ministral", "head_dim": 16},
     {"model_type": "olmo2", "attention_bias": True},
@@ -38,7 +45,17 @@ VARIANTS = [
     {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
     {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32, "use_qk_norm": True},
     {"model_type": "gpt_oss", "num_local_experts": 4},
+    {"model_type": "dots1", "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "attention_bias": True},
+    {"model_type": "deepseek_v3", **LATENT, "attention_bias": True, "first_k_dense_replace": 1},
+    {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "n_shared_experts": 2, "head_dim": 48},
+    {"model_type": "glm4_moe_lite", **LATENT, "hidden_size": 66},
+    {"model_type": "glm4_moe_lite", **LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    {"model_type": "youtu", **LATENT, "attention_bias": True},
+    {"model_type": "youtu", "num_key_value_heads": 4, "q_lora_rank": None, "tie_word_embeddings": False},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES}},
+    {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", **SIZES, **NO_INPUTS}},
+    {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2", **SIZES, **LATENT}},
     {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SIZES}, "tie_word_embeddings": False},
 ]
 
@@ -67,6 +84,34 @@ def test_published_sizes() -> None:
     seventy = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     assert from_config({**llama, **eight}).parameters == 8_030_261_248
     assert from_config({**llama, **seventy}).parameters == 70_553_706_496
+    deepseek = {"model_type": "deepseek_v3", "vocab_size": 129280, "num_attention_heads": 128, "num_hidden_layers": 61}
+    assert from_config({**deepseek, "hidden_size": 7168, "intermediate_size": 18432}).parameters == 671_026_404_352
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mlp_layer_types": ["sparse", "dense"]}, {"first_k_dense_replace": 2}, {"output_router_logits": True},
+        {"n_shared_experts": 0}, {"v_head_dim": "10"}, {"model_type": "dots1", "sliding_window": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_that_its_family_does_not_describe_is_traced(more: dict) -> None:
+    config = {**SIZES, **LATENT, "model_type": "glm4_moe_lite", **more}
+    family = family_of(config)
+    assert family is None or not gives_sizes(family, config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size_per_layer_input": None}, {"num_kv_shared_layers": 1}, {"enable_moe_block": True},
+     {"use_bidirectional_attention": "all"}, {"sliding_window_pattern": 2}, {"per_layer_config": {"0": {"head_dim": 8}}}, {"global_head_dim": 0}],
+    ids=str,
+)  # fmt: skip
+def test_a_gemma4_of_another_kind_is_built(change: dict) -> None:
+    config = {**SIZES, "model_type": "gemma4_text", "use_bidirectional_attention": "vision", **NO_INPUTS}
+    written, other = (family_of(one) for one in (config, {**config, **change}))
+    assert written is not None and (other is None or not gives_sizes(other, {**config, **change}))
 
 
 def test_every_family_has_a_variant_here() -> None:

@@ -13,9 +13,10 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import profile
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import GpuMemory, estimate_closed_form, gpu_memory
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
+from shardmake.run.plan import GpuEstimate
 from tests.unit.memory.test_decoder import SETTINGS, agree, gradients, saved, scenario
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -134,11 +135,11 @@ def test_the_reference_pass_needs_less_than_a_second_training_pass() -> None:
 def test_every_strategy_has_an_estimate_of_the_reference(strategy: Any) -> None:
     """The simulated step gathers the reference layer by layer; the closed form plans no less."""
     case = scenario(SMALL, strategy=strategy, ranks_per_node=4, reference_weights=True, **DPO)
-    assert ("gathered reference" in plans_enough(case).terms) == case.is_fsdp
+    assert ("gathered reference" in plans_enough(case).terms) == case.spec.is_fsdp
 
 
-def plans_enough(case: Scenario) -> GpuMemory:
+def plans_enough(case: Scenario) -> GpuEstimate:
     """Return the memory in closed form; fail if it is less than that of the simulated step."""
-    planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
+    planned = estimate_closed_form(case, Buckets(4096), profile(case)).gpu
     assert planned.allocated >= 0.97 * gpu_memory(case, Buckets(4096), micro_step(case)).allocated
     return planned

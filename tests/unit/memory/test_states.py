@@ -104,7 +104,7 @@ def test_adapters_keep_the_base_in_16_or_4_bits() -> None:
         for changes in (
             {"strategy": "ddp", "method": "lora"},
             {"strategy": "ddp", "method": "qlora"},
-            {"strategy": "ddp", "method": "qlora", "casts_to_fp32": True},  # by a script
+            {"strategy": "ddp", "method": "qlora", "has_script": True},  # by a script
             {"strategy": "zero2", "method": "qlora"},
         )
     )

@@ -64,7 +64,7 @@ def test_a_step_that_cannot_be_traced_is_estimated_with_a_margin(name: str, here
     case = scenario(model=from_config({**SIZES, **config}), sequence_length=32, attention="sdpa")
     assert words in str(failure(case)) and "No other attention kernel helped" in str(failure(case))
     assert error_of(case) == STAND_IN
-    events = trace.traced(case)
+    events = trace.events_of(case)
     assert of_events(events, 2).forward > 0
     assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
 

@@ -104,8 +104,12 @@ def answer(config: dict[str, Any], targets: str | list[str] | None = None, metho
 @pytest.mark.parametrize("family", [*FAMILIES, *COMPOSITES])
 def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str) -> None:
     config = {**SIZES, "head_dim": 8, "pad_token_id": 0, "logits_scaling": 8.0, "model_type": family}
+    config |= {"global_head_dim": 8, "hidden_size_per_layer_input": 0}
+    if family in ("dots1", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_k25"):
+        config |= {**DEEPSEEK, "n_shared_experts": 1, "num_experts_per_tok": 2, "model_type": family}
     if family in COMPOSITES:
-        text = {**config, "model_type": {"gemma3": "gemma3_text"}.get(family, "mistral")}
+        types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3"}
+        text = {**config, "model_type": types.get(family, "mistral")}
         config = {"model_type": family, "text_config": text, "vision_config": {"num_hidden_layers": 1}}
     model = from_config(config, source="config.json")
     assert model.decoder is not None
@@ -115,6 +119,12 @@ def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str)
     assert replace(written, varlen_limit="") == replace(asked, varlen_limit="")
     assert abilities.has_plain_head(model) == ask(config, "head")["plain"]
     assert abilities.attends_in_kernel(model) == ask(config, "tokens")["in_kernel"]
+
+
+def test_ranks_cannot_share_heads_of_two_widths() -> None:
+    config = {**SIZES, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "head_dim": 8}
+    models = [from_config({**config, "global_head_dim": width}, source="config.json") for width in (8, 16)]
+    assert [abilities.attends_in_kernel(model) for model in models] == [True, False]
 
 
 def test_the_files_of_a_mixture_must_have_a_layout_that_a_merge_can_write(

@@ -9,13 +9,13 @@ import pytest
 
 from shardmake.config.models import Strategy
 from shardmake.core.units import GIB
-from shardmake.memory.estimate import Estimate, GpuMemory
+from shardmake.memory.estimate import Estimate
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import NothingFitsError, choose
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.reasons import beside, reason_of, rejected
-from shardmake.plan.verdict import HOST_ERROR, FamilyError, Headroom, Verdict, judge
-from shardmake.run.plan import Choice
+from shardmake.plan.verdict import HOST_ERROR, FamilyError, Headroom, judge
+from shardmake.run.plan import Choice, GpuEstimate, PlaceEstimate
 from tests.unit.wording import Wording
 
 CAPACITY = 80 * GIB
@@ -27,8 +27,9 @@ ERROR = FamilyError("sharded", 10, 0.05, 0.10)
 
 def memory(device: float, tensors: float | None = None) -> Estimate:
     size = int(device * GIB)
-    gpu = GpuMemory(int((tensors or device) * GIB), size, size, size, "backward", {})
-    return Estimate(gpu, {}, {}, {})
+    sizes = {"allocated": int((tensors or device) * GIB), "reserved": size, "wanted": size, "device": size}
+    nothing = PlaceEstimate(total=0, terms={})
+    return Estimate(gpu=GpuEstimate(**sizes, phase="backward", terms={}), host=nothing, nvme=nothing, disk=nothing)
 
 
 def candidate(
@@ -41,7 +42,7 @@ def candidate(
     )  # fmt: skip
     fits = device <= 80
     reason = f"fits: {device} of 80.0 GiB per GPU" if fits else f"needs {device} GiB of GPU memory, 80.0 GiB available"
-    return Candidate(choice, memory(device), Verdict(fits, reason, headroom, ERROR), seconds, simulated=False)
+    return Candidate(fits, reason, headroom, ERROR, choice, memory(device), seconds, simulated=False)
 
 
 class Simulator:
@@ -75,7 +76,7 @@ def split(micro: int, passes: int, device: float) -> Candidate:
 
 TAKEN: dict[str, tuple[Candidate, ...]] = {
     "tight, and clearly faster": (TIGHT, OFFLOAD, OTHER),
-    "tensors with a margin before offload": (replace(RISKY, verdict=RISKY.verdict._replace(headroom=Headroom.TENSORS)), OFFLOAD),
+    "tensors with a margin before offload": (replace(RISKY, headroom=Headroom.TENSORS), OFFLOAD),
     "nearly as fast as a tight one": (replace(OTHER, step_seconds=15.0), TIGHT, OFFLOAD),
     "slower than a tight one without a fallback, which would be of the same library": (OTHER, TIGHT),
     # Offload is taken only where nothing else fits, not for time, headroom or fewer nodes: its time is not proven.
@@ -145,7 +146,8 @@ def test_only_tensors_that_exceed_the_gpu_are_refused() -> None:
 @pytest.mark.parametrize(("ram", "headroom"), [(900, Headroom.ENOUGH), (920, Headroom.TIGHT), (999, Headroom.LITTLE)])
 def test_a_node_s_ram_needs_a_margin_as_well(ram: int, headroom: Headroom) -> None:
     """405B would fill 1800.0 of 1800 GiB."""
-    found = judge(replace(memory(40.0), host={"optimizer states": ram * GIB}), None, GPUS, ERROR, lambda capacity: 0)  # type: ignore[arg-type]
+    need = PlaceEstimate(total=ram * GIB, terms={"optimizer states": ram * GIB})
+    found = judge(memory(40.0).model_copy(update={"host": need}), None, GPUS, ERROR, lambda capacity: 0)  # type: ignore[arg-type]
     assert found.fits and found.headroom == headroom
     assert ("GiB of a node's RAM" in found.reason) == (found.error is HOST_ERROR) == (headroom != Headroom.ENOUGH)
 

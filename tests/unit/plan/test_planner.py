@@ -316,7 +316,7 @@ def test_activations_on_the_host_take_less_of_the_gpu_and_more_time(folders: dic
     runs = [run.model_copy(update={"activation_offload": offload}) for offload in (False, True)]
     kept, offloaded = (choose_run(run, gpus()).chosen for run in runs)
     inputs = 32 * 2 * 8192 * 4096 * 2
-    assert offloaded.memory.host["activations"] == 8 * inputs
+    assert offloaded.memory.host.terms["activations"] == 8 * inputs
     less = kept.memory.gpu.allocated - offloaded.memory.gpu.allocated
     assert inputs / 2 < less <= inputs, "the peak may be in another phase then"
     assert offloaded.step_seconds > kept.step_seconds

@@ -59,7 +59,7 @@ def test_the_page_has_the_figures_of_the_plan(planned: ChosenRun, page: str) -> 
     stated = {
         r"`zero3`: ([\d.]+) GiB": simulated.memory.gpu.device / GIB,
         r"`fsdp-offload` with ([\d.]+) GiB": planned.fallbacks[-1].memory.gpu.device / GIB,
-        r"(\d+) GiB per node": planned.chosen.memory.host_total / GIB,
+        r"(\d+) GiB per node": planned.chosen.memory.host.total / GIB,
         r"times as long \(([\d.]+) s\)": min(item.step_seconds for item in _offloads(planned)),
     }
     for pattern, value in stated.items():

@@ -116,6 +116,30 @@ def test_auto_that_nothing_fills_in_is_an_error(folder: Path) -> None:
     assert re.search(r'auto\.json is read as .*bf16\.enabled is "auto" in .*stops\. Write a', texts([report]), re.S)
 
 
+def test_a_file_whose_numbers_suit_a_number_of_ranks_is_right(folder: Path) -> None:
+    """A file alone, and a command that counts its ranks by the names of GPUs, do not have one rank."""
+    steps = {"warmup_num_steps": 100, "total_num_steps": "auto", "warmup_max_lr": 2e-5}
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-5}}
+    schedule = {"optimizer": optimizer, "scheduler": {"type": "WarmupDecayLR", "params": steps}}
+    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    batch: dict[str, Any] = sizes | {"zero_optimization": {"stage": 2}}
+    (folder / "whole.json").write_text(json.dumps(batch))
+    (folder / "auto.json").write_text(json.dumps(batch | schedule))
+    launch = "deepspeed --include localhost:0,1,2,3 prog.py --deepspeed --deepspeed_config whole.json"
+    for words in (["auto.json"], shlex.split(launch)):
+        (report,) = check(words)
+        assert report.errors == 0 and "train_batch_size 32 suits 4 ranks" in texts([report])
+
+
+def test_a_file_that_deepspeed_cannot_read_starts_no_plain_process(folder: Path) -> None:
+    typos = {"bf16": {"enable": True}, "zero_optimization": {"stage": 2, "offload_optimzer": {"device": "cpu"}}}
+    (folder / "typos.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 8} | typos))
+    text = texts(
+        check(shlex.split("torchrun --nproc_per_node 2 train.py --output_dir o --bf16 --deepspeed typos.json"))
+    )
+    assert "Extra inputs are not permitted" in text and "silently" not in text
+
+
 def test_the_kind_of_a_file_follows_from_its_keys(folder: Path) -> None:
     (folder / "few.yaml").write_text("output_dir: out\nmax_grad_norm: 0.5\n")
     (folder / "optimizer.json").write_text('{"optimizer": {"type": "AdamW"}, "bf16": {"enabled": true}}')

@@ -120,10 +120,8 @@ def test_setting_is_merged_as_by_peft(setting: str, values: dict[str, Any], tmp_
 
 
 STATES: list[dict[str, Any]] = [
-    {"use_dora": True, "modules_to_save": ["lm_head"]},
-    {"target_modules": ["embed_tokens", "q_proj"]},
-    {"trainable_token_indices": [3, 4]},
-    {"trainable_token_indices": [3, 4], "tied": True},
+    {"use_dora": True, "modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "q_proj"]},
+    {"trainable_token_indices": [3, 4]}, {"trainable_token_indices": [3, 4], "tied": True},
     {"trainable_token_indices": {"embed_tokens": [9, 3]}, "tied": True},
     {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [3]}, "tied": True},
     {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [4]}, "tied": True, "allow": ["untied"]},
@@ -131,7 +129,7 @@ STATES: list[dict[str, Any]] = [
     {"modules_to_save": ["embed_tokens"], "tied": True, "allow": ["untied"]},
     {"target_modules": ["q_proj", "lm_head"], "tied": True, "allow": ["untied"]},
     {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "tied": True, "ensure_weight_tying": True},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("values", STATES)
@@ -235,17 +233,16 @@ CHANGES_BASE = ["pissa", "pissa_niter_4", "olora"]
 @pytest.mark.parametrize("init", CHANGES_BASE)
 def test_adapter_of_residual_weights(init: str, tmp_path: Path) -> None:
     """It is right with the base weights of the training, and after PEFT's conversion; with the base alone it is not."""
-    model = base_model()
-    model.save_pretrained(tmp_path / "base")
+    model, base = base_model(), tmp_path / "base"
+    model.save_pretrained(base)
     trained = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=init, **TARGETS))
     trained.save_pretrained(tmp_path / "initial")
     for name, weight in trained.named_parameters():
         weight.data.add_(torch.randn_like(weight) * 0.05 * (".lora_" in name))
     trained.eval().save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=f"init_lora_weights {init} is not supported"):
-        away(tmp_path, trained)
-    with pytest.raises(CheckpointError, match=f"init_lora_weights {init} is not supported"):
-        verify(tmp_path / "base", tmp_path / "adapter", base=tmp_path / "base")
+    for work in (lambda: away(tmp_path, trained), lambda: verify(base, tmp_path / "adapter", base=base)):
+        with pytest.raises(CheckpointError, match=f"init_lora_weights {init} is not supported"):
+            work()
     trained.save_pretrained(tmp_path / "adapter", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
     assert away(tmp_path, trained) < 1e-5
     whole = {name: weight.clone().contiguous() for name, weight in trained.state_dict().items()}
@@ -280,14 +277,12 @@ def written(model: Path) -> dict[str, StoredTensor]:
 
 
 TIES: list[dict[str, Any]] = [
-    {"target_modules": ["q_proj", "lm_head"]},
-    {"target_modules": ["q_proj", "embed_tokens"]},
-    {"modules_to_save": ["embed_tokens"]},
-    {"modules_to_save": ["lm_head"]},
+    {"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]},
+    {"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]},
     {"modules_to_save": ["embed_tokens", "lm_head"]},
     {"target_modules": [], "target_parameters": ["embed_tokens.weight"]},
     {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [4]}},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "keep_embeddings"), [*((v, True) for v in TIES), *((v, False) for v in TIES[:-1])])

@@ -30,18 +30,14 @@ def test_a_new_field_is_compared_checked_and_reported(tmp_path: Path) -> None:
         check_engine(found, planned)
     records = Records.read(make_run(), make_rundir(tmp_path))
     script = ScriptProgram(path="train.py", args=[], sha256="e" * 64)
-    records = dataclasses.replace(
-        records,
-        run=make_run(script="train.py"),
-        settings=SETTINGS.model_copy(update={"program": script}),
-        training=records.training.model_copy(update={"trained": found}),
-    )
+    settings = SETTINGS.model_copy(update={"program": script})
+    training = records.training.model_copy(update={"trained": found})
+    records = dataclasses.replace(records, run=make_run(script="train.py"), settings=settings, training=training)
     assert training_facts(records)["Engine"] == "DeepSpeed ZeRO-3, optimizer states on cpu, pipeline of 2 stages"
 
 
 def test_a_value_that_is_not_planned_is_neither_written_nor_compared() -> None:
-    assert list(PLANNED.as_json()) == [
-        *("engine", "zero_stage", "world_size", "dtype", "offload_optimizer", "offload_param")
-    ]
+    names = ["engine", "zero_stage", "world_size", "dtype", "offload_optimizer", "offload_param"]
+    assert list(PLANNED.as_json()) == names
     assert PLANNED.differences(PLANNED.model_copy(update={"replicas": 2})) == {}
     assert PLANNED.differences(PLANNED.model_copy(update={"offload_param": "cpu"})) == {"offload_param": (None, "cpu")}

@@ -19,11 +19,8 @@ def test_the_layout_is_the_documented_one() -> None:
     assert documented - patterns | INTERNAL <= paths
     rundir = RunDir(Path("runs/docs-chat"))
     assert rundir.name == "docs-chat" and rundir.metrics == Path("runs/docs-chat/train/metrics.jsonl")
+    assert rundir.plan == Path("runs/docs-chat/plan/plan.json")
     assert [rundir.rendered_files(fallback) for fallback in (0, 2)] == [rundir.plan_folder, rundir.fallbacks / "2"]
     assert rundir.stage_settings("plan") == Path("runs/docs-chat/settings/plan.json")
     assert rundir.figure("loss") == Path("runs/docs-chat/figures/loss.svg")
-
-
-def test_rules_take_their_files_from_the_pattern() -> None:
-    """Snakemake fills in the wildcard."""
-    assert str(RunDir.pattern().plan).format(run="docs-chat") == "runs/docs-chat/plan/plan.json"
+    assert str(RunDir.pattern().plan).format(run="docs-chat") == str(rundir.plan), "Snakemake fills in the wildcard"

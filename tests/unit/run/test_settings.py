@@ -1,4 +1,4 @@
-"""Recorded settings of the stages: what changed, what is refused, and what reruns."""
+"""Recorded settings: what changed, what is refused, what reruns, and which define the result of a training."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from shardmake.config.effects import values_of
 from shardmake.config.models import Cluster, Run
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError
 from shardmake.run.paths import RunDir
@@ -23,7 +24,9 @@ from shardmake.run.settings import (
     rerun_text,
     stage_times,
 )
-from tests.unit.plans import make_cluster, make_run
+from shardmake.run.settings_digest import result_settings, settings_digest
+from shardmake.run.training_settings import OptimizerSettings
+from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings
 
 CLUSTER = make_cluster()
 MORE_MEMORY = make_cluster(memory_gib_per_node=64.0)
@@ -44,26 +47,22 @@ def finish(rundir: RunDir, *stages: str, cluster: Cluster = CLUSTER, **changes: 
             rundir.train_receipt.touch()
 
 
-def test_a_stage_logs_what_changed_and_records_the_settings_only_after_its_success(
-    rundir: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stage_logs_changes_and_records_after_its_success(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     finish(rundir, "plan")
     assert caplog.messages == []
     with pytest.raises(RuntimeError), recorded_settings("plan", make_run(learning_rate=5e-4), CLUSTER, rundir):
         raise RuntimeError
     changed = "Settings changed since the last plan of demo: learning_rate: 0.001 -> 0.0005."
     assert caplog.messages == [changed]
-    finish(rundir, "plan", learning_rate=5e-4)
-    finish(rundir, "plan", learning_rate=5e-4)
+    finish(rundir, "plan", "plan", learning_rate=5e-4)
     assert caplog.messages == [changed, changed]
+    assert [*stage_times(rundir)] == ["plan"] and stage_times(rundir)["plan"] > 0
 
 
 def test_a_training_with_files_of_other_settings_is_refused(rundir: RunDir) -> None:
     finish(rundir, "fetch", "plan", "render", "data", "train")
-    refused = pytest.raises(
-        ConfigError, match=r"(?s)the plan stage.*learning_rate: 0.001 -> 0.0005.*shardmake plan demo"
-    )
-    with refused:
+    words = r"(?s)the plan stage.*learning_rate: 0.001 -> 0.0005.*shardmake plan demo"
+    with pytest.raises(ConfigError, match=words):
         finish(rundir, "train", learning_rate=5e-4)
     finish(rundir, "plan", learning_rate=5e-4)
     with pytest.raises(ConfigError, match=r"Run the stage again: shardmake render demo"):
@@ -72,14 +71,10 @@ def test_a_training_with_files_of_other_settings_is_refused(rundir: RunDir) -> N
     finish(rundir, "train", learning_rate=5e-4, checkpoints={"keep": 3})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"strategy": "fsdp"}, {"nodes": 2}, {"checkpoints": {"keep": 3}}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_an_unfinished_training_is_refused_until_the_files_have_all_settings(
-    rundir: RunDir, changes: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("changes", [
+    {"strategy": "fsdp"}, {"nodes": 2}, {"checkpoints": {"keep": 3}},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
+def test_an_unfinished_training_needs_files_of_all_settings(rundir: RunDir, changes: dict[str, Any]) -> None:
     """Also settings that cannot change the result: an old plan would train with another strategy than asked for."""
     finish(rundir, "fetch", "plan", "render", "data")
     for stage in ("plan", "render"):
@@ -92,9 +87,8 @@ def test_an_unfinished_training_is_refused_until_the_files_have_all_settings(
 def test_a_later_stage_warns_that_it_uses_old_results(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     finish(rundir, "train", "consolidate")
     finish(rundir, "push", seed=7)
-    assert caplog.messages[-1].startswith(
-        "push uses old results: the train stage of demo ran with other settings: seed: 42 -> 7"
-    )
+    warning = "push uses old results: the train stage of demo ran with other settings: seed: 42 -> 7"
+    assert caplog.messages[-1].startswith(warning)
 
 
 def rerun(stage: str, run: Run, cluster: Cluster, rundir: RunDir, recorded: dict[str, str]) -> list[str]:
@@ -141,11 +135,6 @@ def test_a_model_whose_weights_were_removed_or_replaced_is_merged_again_once(run
         recorded = now
 
 
-def test_the_time_of_a_stage_is_recorded(rundir: RunDir) -> None:
-    finish(rundir, "plan", "data")
-    assert [*stage_times(rundir)] == ["plan", "data"] and min(stage_times(rundir).values()) > 0
-
-
 def test_a_receipt_of_other_settings_is_not_a_finished_training(rundir: RunDir) -> None:
     """The plan of the new training was made, its training has not run, and the old receipt is still there."""
     finish(rundir, "train")
@@ -164,9 +153,47 @@ def test_no_secret_is_stored(rundir: RunDir) -> None:
     with recorded_settings("plan", run("hunter2hunter2"), CLUSTER, rundir):
         pass
     assert "hunter2" not in rundir.stage_settings("plan").read_text()
-    assert [line.split(":")[0] for line in changed_results("plan", values_of(run("another"), CLUSTER), rundir)] == [
-        "script_args"
-    ]
+    changed = changed_results("plan", values_of(run("another"), CLUSTER), rundir)
+    assert [line.split(":")[0] for line in changed] == ["script_args"]
     assert changed_results("plan", values_of(run("hunter2hunter2"), CLUSTER), rundir) == []
     found = read_settings("plan", rundir)
     assert found and found.values["push.to"].startswith("s3://[removed]@bucket/x #")
+
+
+PLAIN = make_training_settings()
+SMALL, LARGE = make_plan("zero2"), make_plan("zero3", micro_batch_size=4, gradient_accumulation_steps=1)
+OWN = {"communication_data_type": "fp32", "zero_optimization.reduce_bucket_size": 4096, "debug": True}
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
+    "values of own files that can change the result": ({"own_files": OWN}, {"communication_data_type": "fp32"}),
+    "another chat template": (
+        {"model": PLAIN.model.model_copy(update={"chat_template": "{{ messages }}"})},
+        {"content of the chat template": None},
+    ),
+    "other rates": ({"learning_rates": {"lm_head": 1e-5}}, {"learning_rates": '{"lm_head": 1e-05}'}),
+    "Muon": (
+        {"optimizer": OptimizerSettings(class_name=OPTIMIZERS["muon"].own_class, arguments={})},
+        {"class of the optimizer": "shardmake.train.muon.MuonWithAdamW"},
+    ),
+    "frozen weights": ({"freeze": ["*.mlp"]}, {"freeze": '["*.mlp"]'}),
+    # its last checkpoint would count as the end of a training with more patience, too
+    "an early end": (
+        {"checkpoints": PLAIN.checkpoints.model_copy(update={"early_stopping": 2})},
+        {"checkpoints.early_stopping": "2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_training(name: str, tmp_path: Path) -> None:
+    changes, expected = OTHERS[name]
+    before, after = (result_settings(one, SMALL, "data") for one in (PLAIN, PLAIN.model_copy(update=changes)))
+    found = dict(after.items() - before.items())
+    assert found == {key: found[key] if value is None else value for key, value in expected.items()}
+    assert settings_digest(before, RunDir(tmp_path)) != settings_digest(after, RunDir(tmp_path))
+
+
+@pytest.mark.parametrize(("objective", "differs"), [("sft", set()), ("kto", {("micro batch", "4 on 4 ranks")})])
+def test_the_micro_batch_counts_if_the_loss_compares_examples(objective: str, differs: set[tuple[str, str]]) -> None:
+    settings = PLAIN.model_copy(update={"objective": objective})
+    before, after = (result_settings(settings, plan, "data") for plan in (SMALL, LARGE))
+    assert after.items() - before.items() == differs

@@ -1,6 +1,5 @@
 """Asynchronous saves: the order of saves and uploads, warnings, and uploads that fail."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import find_problems, list_files, read_record
-from shardmake.checkpoint.store import Retention
 from shardmake.config.models import Strategy
 from shardmake.core import disk
 from shardmake.core.disk import FreeSpace
+from shardmake.run.training_settings import Retention
 from shardmake.train.async_saver import ScratchFolder, share_of_node
 from shardmake.train.callbacks.save_scheduler import SaveScheduler
 from shardmake.train.checkpoint_saver import Saver
@@ -70,9 +69,7 @@ def test_next_save_waits_and_required_save_is_direct(tmp_path: Path) -> None:
     assert not list((tmp_path / "scratch/node-0").iterdir())
 
 
-def test_full_scratch_makes_saves_synchronous_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     room = lambda folder: FreeSpace(10 << 20 if "scratch" in str(folder) else 1 << 40, "free on the file system")  # noqa: E731
     monkeypatch.setattr(disk, "free_space", room)
     saver = make_saver(tmp_path)
@@ -80,23 +77,6 @@ def test_full_scratch_makes_saves_synchronous_with_one_warning(
     assert steps(tmp_path) == [2, 1]
     assert caplog.text.count("is not saved asynchronously. The next checkpoint needs 64 MiB, and") == 1
     assert "node-0 has 10 MiB left" in caplog.text
-
-
-@pytest.mark.parametrize("trap", ["link", "open", pytest.param("foreign", marks=pytest.mark.root)])
-def test_nothing_is_written_where_others_may_write(tmp_path: Path, trap: str, caplog: pytest.LogCaptureFixture) -> None:
-    scratch, elsewhere = tmp_path / "scratch", tmp_path / "elsewhere"
-    (elsewhere / "node-0/theirs").mkdir(parents=True)
-    if trap == "link":
-        scratch.symlink_to(elsewhere)
-    else:
-        elsewhere.rename(scratch)
-        scratch.chmod(0o777 if trap == "open" else 0o700)
-        if trap == "foreign":
-            os.chown(scratch, 12345, 12345)
-    saver = make_saver(tmp_path)
-    assert save(saver, 1).is_relative_to(saver.folder) and steps(tmp_path) == [1]
-    assert "scratch is not a folder of this user alone. Remove it, or" in caplog.text
-    assert [path.name for path in (scratch / "node-0").iterdir()] == ["theirs"]
 
 
 @pytest.mark.parametrize(("strategies", "first", "second"), [

@@ -10,11 +10,11 @@ import pytest
 
 from shardmake.checkpoint import node_files, store
 from shardmake.checkpoint.record import find_problems
-from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.training_settings import Retention
 from shardmake.train import checkpoint_saver
 from shardmake.train.checkpoint_saver import Saver, SupersededError
 from tests.checkpoint_record import describe

@@ -189,9 +189,7 @@ def test_adapters_without_vectors_decay_everything(arguments: TrainingArguments)
 @pytest.mark.parametrize("has_vectors", [True, False])
 @pytest.mark.parametrize("optimizer", [name for name, spec in OPTIMIZERS.items() if not spec.package])
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "constant_with_warmup"])
-def test_what_transformers_builds_from_the_rendered_arguments_passes(
-    tmp_path: Path, optimizer: str, schedule: str, has_vectors: bool
-) -> None:
+def test_what_transformers_builds_passes(tmp_path: Path, optimizer: str, schedule: str, has_vectors: bool) -> None:
     """Trainer's own optimizer and scheduler are the planned ones."""
     planned = choice()
     given = settings(planned, scheduler=schedule, optimizer=optimizer)

@@ -82,9 +82,7 @@ def test_the_messages_of_nccl_are_kept_if_the_check_fails(attempt: AttemptDir, m
     assert "NCCL_DEBUG" not in os.environ, "the training itself does not write them"
 
 
-def test_nccls_messages_go_after_success_or_a_users_choice(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccls_messages_go_after_success_or_by_choice(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_check, "_check", lambda settings: settings.nccl_log.write_text("INFO") and [])
     _check_network(attempt, 1)
     monkeypatch.undo()

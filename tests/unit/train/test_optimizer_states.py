@@ -58,6 +58,12 @@ def test_each_parameter_gets_its_own_counter_and_other_optimizers_are_unchanged(
     optimizer.state[parameter] = {"step": 3, "row": torch.ones(3)}
     fit_optimizer(optimizer)
     assert optimizer.state[parameter]["step"] == 3
+    saved = with_states(torch_adam, torch.tensor(7.0)).state_dict()  # of an Adam on the host, without a fused kernel
+    optimizer = torch_adam([torch.zeros(3, requires_grad=True) for _ in range(2)], fused=True)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["fused"] is None
+    fit_optimizer(optimizer)
+    assert optimizer.param_groups[0]["fused"] is True, "the kernel is that of the run"
 
 
 @pytest.mark.parametrize(("kernel", "device"), [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({}, "cpu")])
@@ -70,13 +76,3 @@ def test_counter_is_where_the_kernel_reads_it(kernel: dict[str, bool], device: s
     fit_optimizer(optimizer)
     counter = optimizer.state[parameter]["step"]
     assert (counter.device.type, counter.dtype, counter.shape) == (device, torch.float32, ())
-
-
-def test_kernel_is_that_of_the_run_and_not_of_the_checkpoint() -> None:
-    """An Adam on the host saves no fused kernel; its states continue in the fused one of a GPU, and back."""
-    saved = with_states(torch_adam, torch.tensor(7.0)).state_dict()
-    optimizer = torch_adam([torch.zeros(3, requires_grad=True) for _ in range(2)], fused=True)
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["fused"] is None
-    fit_optimizer(optimizer)
-    assert optimizer.param_groups[0]["fused"] is True

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardmake.core.errors import CheckpointError
-from shardmake.train.reference import WithReference, read_log_probs
+from shardmake.train.preferences import WithReference, read_log_probs
 
 NAMES = ("ref_chosen_logps", "ref_rejected_logps")
 STORED = {"train": torch.tensor([[-1.0, -2.5], [-3.0, -4.0]]), "eval": torch.tensor([[-5.0, -6.0]])}
@@ -21,14 +21,11 @@ def splits(train: int = 2) -> dict[str, WithReference]:
 
 
 @pytest.mark.parametrize("step", [0, 4])
-def test_what_was_computed_is_read(tmp_path: Path, step: int) -> None:
+def test_what_was_computed_is_read_and_each_example_has_that_of_its_answers(tmp_path: Path, step: int) -> None:
     save_file(STORED, tmp_path / "r.safetensors")
     found = read_log_probs(tmp_path / "r.safetensors", splits(), step)
     assert found is not None and found.keys() == STORED.keys()
     assert all(torch.equal(found[name], values) for name, values in STORED.items())
-
-
-def test_an_example_has_the_log_probabilities_of_its_answers() -> None:
     split = splits()["train"]
     split.log_probs = STORED["train"]
     assert split[0] == {"prompt_ids": [0], "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.5}

@@ -1,4 +1,4 @@
-"""The comparison of a script's engine and batch with the plan."""
+"""The comparison of a script's engine, batch and first rows with the plan and between ranks."""
 
 import json
 import logging
@@ -16,6 +16,7 @@ from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.engine import Engine
 from shardmake.train import script_guard
+from shardmake.train.first_batch import conflict, count_rows, digest_rows, exchange
 from shardmake.train.script_guard import Batch, ScriptGuard, check_adapters, mismatch_message, trained_dtype
 from tests.unit.plans import make_plan
 from tests.unit.wording import Wording
@@ -56,9 +57,7 @@ def test_accelerator_is_planned(tmp_path: Path, strategy: Strategy, kind: str, r
     (Batch.of(2, 2, 2), None), (Batch.of(4, 1, 2), None), (Batch.of(None, 2, 2), None),
     (Batch.of(2, 8, 2), "planned 8 sequences, 2 ranks x 2 x 2 accumulation steps, found 32 sequences, 2 ranks x 2 x 8"),
 ])  # fmt: skip
-def test_the_global_batch_is_the_planned_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: Batch, words: str | None
-) -> None:
+def test_the_global_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: Batch, words: str | None) -> None:
     """Another split of it is reported."""
     caplog.set_level(logging.INFO, "shardmake")
     guard = make_guard(tmp_path)
@@ -69,25 +68,23 @@ def test_the_global_batch_is_the_planned_one(
     assert reported == (batch == Batch.of(4, 1, 2))
 
 
+class DeepSpeedEngine(torch.nn.Linear):
+    """An engine as far as the guard reads it."""
+
+    torch_autocast_dtype = staticmethod(lambda: torch.bfloat16)
+    torch_autocast_enabled: Any
+
+
 def test_the_compute_type_is_that_of_the_weights_unless_the_engine_casts() -> None:
     model = torch.nn.Linear(8, 8)
     assert trained_dtype(model, "float32") == "float32"
     assert trained_dtype(model, "bfloat16") == "bfloat16"
     assert trained_dtype(model.to(torch.bfloat16), "float32") == "bfloat16"
     assert trained_dtype(torch.nn.Sequential(model, torch.nn.LayerNorm(8)), "float32") == "bfloat16"
-
-
-class DeepSpeedEngine(torch.nn.Linear):
-    """An engine as far as the guard reads it."""
-
-    torch_autocast_dtype = staticmethod(lambda: torch.bfloat16)
-
-
-@pytest.mark.parametrize(("enabled", "dtype"), [(False, "float32"), (True, "bfloat16")])
-def test_the_autocast_of_deepspeed_is_a_data_type_too(enabled: bool, dtype: str) -> None:
-    engine: Any = DeepSpeedEngine(2, 2)
-    engine.torch_autocast_enabled = lambda: enabled
-    assert trained_dtype(engine, "float32") == dtype
+    for enabled, dtype in ((False, "float32"), (True, "bfloat16")):
+        engine = DeepSpeedEngine(2, 2)
+        engine.torch_autocast_enabled = lambda enabled=enabled: enabled
+        assert trained_dtype(engine, "float32") == dtype
 
 
 def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_path: Path) -> None:
@@ -133,3 +130,57 @@ def test_adapters_that_cannot_be_merged_end_the_run_at_its_start(settings: dict[
     adapted.peft_config = {"default": SimpleNamespace(to_dict=lambda: settings)}  # type: ignore[assignment]
     with refused(found and rf"cannot be merged: {found}\. Nothing was trained\."):
         check_adapters(torch.nn.Sequential(adapted))
+
+
+ROWS = torch.arange(12).reshape(3, 4)
+
+
+def test_rows_are_counted_and_ranks_exchange_text(one_rank: None) -> None:
+    assert count_rows(ROWS) == 3
+    assert count_rows(({"scale": torch.tensor(2.0), "position": torch.zeros(7), "input_ids": ROWS}, ())) == 3
+    assert count_rows(({}, [torch.tensor(1.0), "text"])) is None
+    assert exchange("abc") == ["abc"]
+
+
+def test_the_digest_depends_on_every_value_and_not_on_the_container() -> None:
+    batch = digest_rows({"input_ids": ROWS, "labels": ROWS})
+    assert digest_rows([ROWS.clone(), ROWS.clone()]) == batch
+    assert digest_rows({"input_ids": ROWS, "labels": ROWS + 1}) != batch
+    assert digest_rows(ROWS.reshape(4, 3)) != digest_rows(ROWS)
+    assert digest_rows(ROWS.to(torch.bfloat16)) != digest_rows(ROWS)
+    assert digest_rows({"count": torch.tensor(3), "use_cache": False}) == ""
+
+
+def test_each_row_has_a_digest_of_its_own() -> None:
+    first, second, third = digest_rows({"input_ids": ROWS, "labels": ROWS}).split(",")
+    assert digest_rows({"input_ids": ROWS[1:], "labels": ROWS[1:]}) == f"{second},{third}"
+    changed = {"input_ids": ROWS, "labels": ROWS + torch.tensor([[1], [0], [0]])}
+    assert digest_rows(changed).split(",")[1:] == [second, third] and digest_rows(changed).split(",")[0] != first
+    assert "," not in digest_rows({"input_ids": ROWS, "position": torch.zeros(7)})
+
+
+def test_a_row_is_the_same_with_more_padding_on_either_side() -> None:
+    mask, row = torch.ones(1, 4, dtype=torch.int64), ROWS[:1]
+
+    def batch(*sides: int) -> dict[str, torch.Tensor]:
+        pad = torch.nn.functional.pad
+        return {
+            "input_ids": pad(row, sides, value=9), "attention_mask": pad(mask, sides),
+            "labels": pad(row, sides, value=-100),
+        }  # fmt: skip
+
+    assert digest_rows((batch(0, 0),)) == digest_rows((batch(0, 3),)) == digest_rows((batch(5, 1),))
+    hidden = batch(0, 3) | {"attention_mask": torch.ones(1, 7)}
+    assert digest_rows(hidden) != digest_rows(batch(0, 3))
+    assert digest_rows(batch(0, 0) | {"weight": torch.tensor([2.0])}) != digest_rows(batch(0, 0))
+
+
+@pytest.mark.parametrize(("digests", "tensor_parallel", "ranks"), [
+    (["a", "b", "c", "d"], 1, None), (["a", "b", "c", "a"], 1, (0, 3)), (["a", "a", "b", "b"], 1, (0, 1)),
+    (["a", "a", "b", "b"], 2, None), (["a", "a", "a", "a"], 2, (0, 2)), (["a", "b", "c", "c"], 2, (0, 1)),
+    (["a,b,c", "d,e,f", "g,h,c", "i,j,k"], 1, None), (["a,b,c", "d,e,f", "g,b,c", "i,j,k"], 1, (0, 2)),
+    (["a,b,b", "d,e,f", "g,a,b", "i,j,k"], 1, None), (["a,b", "a,b", "b,c", "b,c"], 2, None),
+    (["a,b,c", "a,b,c", "b,c,d", "b,c,d"], 2, (0, 2)), (["a,b", "b,a"], 2, (0, 1)),
+])  # fmt: skip
+def test_equal_rows_in_parallel_group(digests: list[str], tensor_parallel: int, ranks: tuple[int, int] | None) -> None:
+    assert conflict(digests, tensor_parallel) == ranks

@@ -14,8 +14,8 @@ import pytest
 from shardmake.checkpoint import store
 from shardmake.checkpoint.node_files import listing_path, merge_listings
 from shardmake.checkpoint.record import find_problems
-from shardmake.checkpoint.store import Retention
 from shardmake.core.fingerprint import FileEntry, fingerprint
+from shardmake.run.training_settings import Retention
 from shardmake.train import upload
 from shardmake.train.async_saver import ScratchFolder
 from shardmake.train.upload import UploadRequest

@@ -1,5 +1,6 @@
 """Stop before a loss or gradient norm that is not finite reaches a checkpoint, and report its origin."""
 
+from math import isfinite
 from typing import Any
 
 import torch
@@ -40,18 +41,14 @@ class NonFiniteCheck(TrainerCallback):
         """Raise `NonFiniteError` if this step's loss or gradient norm is not finite."""
         loss, norm = float(self.loss), 0.0 if args.fp16 else float(self.norm)
         self.loss = self.norm = 0.0
-        if not _is_finite(norm):
+        if not isfinite(norm):
             raise NonFiniteError(state.global_step, _find_culprits(norm, loss))
-        if not _is_finite(loss):
+        if not isfinite(loss):
             raise NonFiniteError(state.global_step, f"the loss of rank {self.rank} is {loss}")
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) < float("inf")
 
 
 def _find_culprits(norm: float, loss: float) -> str:
     """Return which ranks' losses caused a bad gradient norm; all ranks take part."""
-    bad = {rank: value for rank, value in enumerate(gather(loss)) if not _is_finite(value)}
+    bad = {rank: value for rank, value in enumerate(gather(loss)) if not isfinite(value)}
     culprits = ", ".join(f"the loss of rank {rank} is {value}" for rank, value in bad.items())
     return culprits or f"the gradient norm is {norm}, although the losses of all ranks are finite"

@@ -7,7 +7,7 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from shardmake.checkpoint.store import Retention
+from shardmake.run.training_settings import Retention
 from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 

@@ -1,0 +1,21 @@
+"""The sizes of layers that differ within a model, from the keys of their family's config.json."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardmake.memory.model import Decoder
+
+LayerSizes = Callable[[Decoder, Mapping[str, Any], Sequence[str]], Decoder]
+"""A function from the sizes of a model, its config and each layer's kind of attention to the sizes with all layers."""
+
+
+def gemma4(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) -> Decoder:
+    """Return ``decoder`` with wider heads in layers that attend to all tokens, whose keys may be their values, too."""
+    width, shares = values["global_head_dim"], bool(values.get("attention_k_eq_v"))
+    decoder = replace(decoder, caps_logits="final_logit_softcapping" in values)
+    heads = (shares and values.get("num_global_key_value_heads")) or decoder.k
+    full = replace(decoder, k=heads, d=width, rotated=width, shares_keys=shares)
+    of_kinds = {kind: decoder if kind == "sliding_attention" else full for kind in kinds}
+    tables = sum(one.rotated for one in of_kinds.values())
+    return replace(decoder, of_layers=tuple(map(of_kinds.__getitem__, kinds)), table_width=tables)
