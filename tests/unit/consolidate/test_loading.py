@@ -145,8 +145,11 @@ def test_converter_of_parallel_parts_runs_in_a_neutral_folder(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if not family.experts])
+@pytest.mark.parametrize(
+    "kind", [kind for kind, family in FAMILIES.items() if not family.experts and kind != "gemma4_text"]
+)
 def test_report_on_a_family_is_that_of_transformers(kind: str, tied: bool, tmp_path: Path) -> None:
+    """The files of Gemma 4 also hold a buffer of each layer, so transformers is asked."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied, "pad_token_id": 0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads))

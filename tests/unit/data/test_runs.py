@@ -192,9 +192,9 @@ def test_both_answers_of_a_pair_are_shown(model: Path, tmp_path: Path) -> None:
 
 def test_unread_keys_and_arguments_are_named(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
-    path = write_rows(tmp_path / "t.jsonl", [{"messages": [{**one, "train": False} for one in chat("u:a", "a:b")]}])
+    path = write_rows(tmp_path / "t.jsonl", [{"messages": [{**one, "lang": "en"} for one in chat("u:a", "a:b")]}])
     list(preview(make_run(model, {"train": path}), 1, RunDir(tmp_path / "run")))
-    words = "the examples are in the format chat (messages). Keys of messages that are not used: train."
+    words = "the examples are in the format chat (messages). Keys of messages that are not used: lang."
     assert f"{path}: {words}" in caplog.messages
     run = make_run(model, {"train": path, "template_arguments": {"enable_thinkin": False}})
     with pytest.raises(ConfigError, match=r"data\.template_arguments\.enable_thinkin: the chat template does not"):
