@@ -65,7 +65,11 @@ class Layout:
                 f"this example has {' and '.join(media)}. Only text is trained, also of models that take images or "
                 "sounds. Remove such examples, or the column if their text stands alone."
             )
-        if example.get("history") and self.format in ("alpaca", "prompt-completion"):
+        if (
+            isinstance(example.get("history"), list)
+            and example["history"]
+            and self.format in ("alpaca", "prompt-completion")
+        ):
             raise DataError(
                 "this example has earlier turns in the column history, which its answer would lack. Write the whole "
                 "conversation as messages."
@@ -192,10 +196,13 @@ class Layout:
             found["reasoning_content"] = _join(next(filter(None, thoughts)), ".reasoning_content")
         if calls:
             found["tool_calls"] = calls
-        named = next((key for key in _IS_LEARNED if isinstance(rest.get(key), bool)), "weight")
-        if named in rest:
-            self._check_weight(found, rest[named], named)
-            found["weight"] = int(found.pop(named))
+        marks = [key for key in _IS_LEARNED if isinstance(rest.get(key), bool)] + ["weight"] * ("weight" in rest)
+        for key in marks:
+            self._check_weight(found, rest[key], key)
+        if len({rest[key] for key in marks}) > 1:
+            raise DataError(f": {' and '.join(f'{key} is {rest[key]}' for key in marks)}. Keep one of them.")
+        if marks:
+            found = {key: value for key, value in found.items() if key not in marks} | {"weight": int(rest[marks[0]])}
         return _encodable(found, "") if rest or calls else found
 
     def _check_weight(self, message: Message, weight: Any, key: str) -> None:

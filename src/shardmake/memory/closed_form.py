@@ -93,9 +93,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     }
     head, layer = ({"gathered weights": size} for size in _gathered(scenario, buckets))
     at_loss = dict(head)
-    if (
-        scenario.spec.is_fsdp and scenario.shards > 1
-    ):  # the flat buffer of the last all-gather stays until the loss ends
+    if scenario.spec.is_fsdp and scenario.shards > 1:  # the last all-gather's flat buffer stays until the loss ends
         at_loss["gathered weights"] += scenario.compute * units(scenario).get(HEAD, 0)
     parts = trained_units(scenario)
     first, last = (

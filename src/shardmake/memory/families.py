@@ -148,7 +148,7 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV3",
         _LATENT | _defaults(
             n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
-            first_k_dense_replace=3,
+            first_k_dense_replace=3, intermediate_size=18_432, num_attention_heads=128,
         ),
         _BIASES, experts="sigmoid", plain=_PLAIN_EXPERTS,
     ),
@@ -162,7 +162,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "youtu": Family("Youtu", _LATENT | {"tie_word_embeddings": True}, _BIASES),
     "gpt_oss": Family(
-        "GptOss", _defaults(8, 64, attention_bias=True, num_local_experts=128, num_experts_per_tok=4), wide_norm=True,
+        "GptOss",
+        _defaults(
+            8, 64, attention_bias=True, num_local_experts=128, num_experts_per_tok=4, intermediate_size=2880,
+            num_attention_heads=64,
+        ),
+        wide_norm=True,
         half_tables=True, sinks=True, full_every=2, always_two_masks=True, experts="softmax last",
         expert_width="intermediate_size", plain=_PLAIN_EXPERTS, kernels=("flash", "eager"), mixing=("eager",),
         varlen_limit=_SCORES.format("s_aux"),

@@ -13,7 +13,7 @@ LayerSizes = Callable[[Decoder, Mapping[str, Any], Sequence[str]], Decoder]
 def gemma4(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) -> Decoder:
     """Return ``decoder`` with wider heads in layers that attend to all tokens, whose keys may be their values, too."""
     width, shares = values["global_head_dim"], bool(values.get("attention_k_eq_v"))
-    decoder = replace(decoder, caps_logits="final_logit_softcapping" in values)
+    decoder = replace(decoder, caps_logits=values.get("final_logit_softcapping") is not None)
     heads = (shares and values.get("num_global_key_value_heads")) or decoder.k
     full = replace(decoder, k=heads, d=width, rotated=width, shares_keys=shares)
     of_kinds = {kind: decoder if kind == "sliding_attention" else full for kind in kinds}

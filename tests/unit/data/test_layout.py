@@ -169,6 +169,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "half a pair in arguments": ("chat", {"messages": chat("u:a"), "chat_template_kwargs": {"x": "\udc00"}}),
     **{f"weight {one!r}": ("chat", said("assistant", content="b", weight=one)) for one in (0.5, "0", True)},
     "train of a user": ("chat", said("user", content="a", train=True)),
+    "two marks": ("chat", said("assistant", content="b", train=False, weight=1)),
     "history": ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}),
     "weight of a user": ("chat", said("user", content="a", weight=1)),
     "weight in a pair": ("preference", {"chosen": said("assistant", content="b", weight=0)["messages"],

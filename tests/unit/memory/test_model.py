@@ -17,6 +17,8 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+OF_CLASS = ("intermediate_size", "num_attention_heads")
+"""Sizes that a config of these types may leave to the defaults of its class (``...``)."""
 VARIANTS = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -45,10 +47,12 @@ VARIANTS = [
     {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
     {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32, "use_qk_norm": True},
     {"model_type": "gpt_oss", "num_local_experts": 4},
+    {"model_type": "gpt_oss", "num_local_experts": 4, **dict.fromkeys(OF_CLASS, ...)},
     {"model_type": "dots1", "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "attention_bias": True},
     {"model_type": "deepseek_v3", **LATENT, "attention_bias": True, "first_k_dense_replace": 1},
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "n_shared_experts": 2, "head_dim": 48},
+    {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 1, **dict.fromkeys(OF_CLASS, ...)},
     {"model_type": "glm4_moe_lite", **LATENT, "hidden_size": 66},
     {"model_type": "glm4_moe_lite", **LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     {"model_type": "youtu", **LATENT, "attention_bias": True},
@@ -63,7 +67,7 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("classifier", [False, True])
 def test_families_match_what_transformers_builds(variant: dict, classifier: bool) -> None:
-    causal = from_config({**SIZES, **variant})
+    causal = from_config({key: value for key, value in {**SIZES, **variant}.items() if value is not ...})
     if classifier and not causal.has_all_levers:
         return
     written = as_classifier(causal) if classifier else causal
