@@ -337,16 +337,19 @@ class FaultRun:
                 found[process.info["pid"]] = sum(process.info["cpu_times"][:2])
         return found
 
-    def wait_for_ready_processes(self, count: int = 4) -> dict[int, float]:
-        """Wait until ``count`` processes, a launcher and a rank for each node, have imported their libraries."""
+    def wait_for_ready_processes(self, used: Collection[int] = ()) -> set[int]:
+        """Wait until a launcher and a rank for each node have imported their libraries, beside those in ``used``."""
+
+        def waiting() -> dict[int, float]:
+            return {pid: seconds for pid, seconds in self.ready_processes().items() if pid not in used}
 
         def have_imported() -> bool:
-            before = self.ready_processes()
+            before = waiting()
             time.sleep(2)
-            return len(before) == count and before == self.ready_processes()
+            return len(before) == 4 and before == waiting()
 
         self.cluster.wait_until(have_imported, "launchers and ranks that wait", timeout=200)
-        return self.ready_processes()
+        return {*waiting()}
 
     def wait_for_checkpoint(self, attempts: int = 1) -> Heartbeat:
         """Wait until attempt number ``attempts`` has saved one and done some steps more; see `wait_for_steps`."""

@@ -70,7 +70,7 @@ GPU_TERMS: Final = {
 HOST_TERMS: Final = {
     "processes": "1.5 GiB per rank for Python's imports, CUDA's host part and NCCL's pinned buffers, 0.6 GiB on CPUs; "
     "a measured upper end",
-    "ready ranks": "with slurm.restart_in_place: as much again as processes, and 0.25 GiB for the launcher",
+    "ready ranks": "with slurm.restart_in_place: 0.75 GiB per rank and 0.4 GiB for the launcher, without CUDA",
     "optimizer states": "of the offloaded optimizer, two fp32 moments with AdamW: 8 bytes per trained weight over all "
     "ranks",
     "master weights": "4 bytes per trained weight over all ranks; pinned memory is rounded up to a power of two "

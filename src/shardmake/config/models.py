@@ -743,7 +743,7 @@ class Slurm(Section):
     restart_in_place: bool = False
     """After a rank failed, start the ranks again inside the running job, as a new attempt, instead of submitting a new
     job. Failures that need other nodes, more memory or more time still lead to a new job. The next ranks import their
-    libraries while the training runs: 1.5 GiB of host RAM for each rank of a node, 0.6 GiB on CPUs, and 0.25 GiB."""
+    libraries while the training runs: 0.75 GiB of host RAM for each rank of a node, and 0.4 GiB."""
     spare_nodes: values.Nodes | None = None
     """Nodes of the training's job beyond those of its ranks, and beyond `max_nodes`. With `restart_in_place`, the ranks
     start again on them instead of a node that failed or is excluded. Without it, none."""

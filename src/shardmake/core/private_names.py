@@ -68,6 +68,7 @@ NAMES: Final = (
     Names("torch", "torch", ("_dynamo",)),
     Names("torch", "torch._dynamo.OptimizedModule", ("_orig_mod",)),
     Names("torch", "torch.UntypedStorage", ("_cdata",)),
+    Names("torch", "torch.cuda", ("_lazy_init",)),
     Names("torch", "torch.cuda.memory", ("_dump_snapshot", "_record_memory_history")),
     Names("torch", "torch.nn.Module", _MODULE),
     Names("torch", "torch.optim.AdamW", ("_step_supports_amp_scaling",)),

@@ -17,8 +17,10 @@ from typing import Any, Final
 
 import psutil
 
+from shardmake.core.run_folder import open_file
+from shardmake.core.secrets import LogCopy
 from shardmake.launch.service import PROGRAM_OPTIONS
-from shardmake.run.attempt import AttemptDir, Heartbeat
+from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.waiting import Waiting, wait_for_arguments
 
@@ -33,19 +35,37 @@ class ReadyRanks:
 
     def __init__(self) -> None:
         self._waiting: Waiting | None = None
+        self._code: object = None
 
-    def prepare(self, folder: AttemptDir, beats: Sequence[Heartbeat | None], environment: Mapping[str, str]) -> None:
-        """Start them once the ranks train. ``beats`` are the heartbeats, ``environment`` that of the launcher."""
+    def prepare(
+        self, folder: AttemptDir, attempt: Attempt, environment: Mapping[str, str], beats: Sequence[Heartbeat | None]
+    ) -> None:
+        """Start them once the ranks train. ``environment`` is that of the launcher, ``beats`` are the heartbeats."""
         trained = [str(beat.pid) for beat in beats if beat and beat.phase == "train"]
-        if self._waiting or len(trained) < len(beats) or not is_used(folder):
+        if self._waiting or len(trained) < len(beats):
             return
-        with contextlib.suppress(OSError):  # no further process can be started
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no further process can be started
             self._waiting = Waiting([*_LAUNCHER, str(folder.root), *trained], environment, **PROGRAM_OPTIONS)
+            self._code = attempt.versions, attempt.commit
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """Return the launcher that has waited, now with ``command``; None if there is none that can be used."""
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], attempt: Attempt, log: Path
+    ) -> subprocess.Popen[bytes] | None:
+        """Return the launcher that has waited, now with ``command``; None if there is none that can be used.
+
+        What one prints that cannot be used goes to ``log``.
+        """
         waiting, self._waiting = self._waiting, None
-        return waiting.process if waiting and waiting.start(command, environment) else None
+        if waiting is None:
+            return None
+        is_same = self._code == (attempt.versions, attempt.commit)
+        why = waiting.start(command, environment) if is_same else waiting.end("libraries or Shardmake have changed")
+        if not why:
+            return waiting.process
+        with open_file(log, "a") as file:
+            print(f"The launcher that was kept ready is not used, because {why}.", file=file)
+        LogCopy(waiting.process, log, environment)
+        return None
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes that wait."""
@@ -67,9 +87,8 @@ class ReadyRanks:
 READY: Final = ReadyRanks()
 
 
-def is_used(folder: AttemptDir) -> bool:
+def is_used(folder: AttemptDir, attempt: Attempt) -> bool:
     """Return whether ranks are kept ready for attempts such as this one."""
-    attempt = folder.read()
     in_place = attempt.restart_in_place and not (attempt.on_one_machine or attempt.container)
     return in_place and TrainingSettings.read(folder.training).program.kind == "trainer"
 
@@ -93,8 +112,10 @@ def main() -> None:
     def start_rank(args: Sequence[str], env: dict[str, str], **options: Any) -> "subprocess.Popen[bytes]":
         waiting = ranks.pop(env["LOCAL_RANK"], None)
         as_planned = tuple(args[: len(_RANK)]) == _RANK and not (options.get("stdout") or options.get("stderr"))
-        if waiting and as_planned and waiting.start(args[len(_RANK) :], env):
-            return waiting.process
+        if waiting and as_planned:
+            if not (why := waiting.start(args[len(_RANK) :], env)):
+                return waiting.process
+            print(f"Rank {env['RANK']} that was kept ready is not used, because {why}.", flush=True)
         return start(args=args, env=env, **options)
 
     vars(subprocess_handler)["Popen"] = start_rank

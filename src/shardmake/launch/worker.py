@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -32,7 +33,7 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.gpu_use import GpuSampler
 from shardmake.launch.preflight import PreflightError, check_node
-from shardmake.launch.ready_ranks import READY
+from shardmake.launch.ready_ranks import READY, is_used
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.restart import adopt_orphans, end_descendants, wait_as_spare, wait_for_next
 from shardmake.launch.resume import again_file, prepare_restart, read_settings
@@ -55,6 +56,7 @@ from shardmake.run.attempt import (
     START_VARIABLE,
     Attempt,
     AttemptDir,
+    Heartbeat,
     NodeExit,
     host_name,
     restarts,
@@ -317,11 +319,13 @@ def _run_ranks(
             adopt_orphans()
         gpus = GpuSampler(environment.get("CUDA_VISIBLE_DEVICES"))
         watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats, gpus.means)
-        process, output = start_program(command, environment, folder.log(node.rank), READY.start(command, environment))
+        prepare = partial(READY.prepare, folder, attempt, environment) if is_used(folder, attempt) else None
+        ready = READY.start(command, environment, attempt, folder.log(node.rank))
+        process, output = start_program(command, environment, folder.log(node.rank), ready)
         if attempt.accelerator != "cpu":
             gpus.start()
         try:
-            return _wait(process, watchdog, pipes, kernels, environment)
+            return _wait(process, watchdog, pipes, kernels, prepare)
         finally:
             gpus.ended.set()
             if attempt.restart_in_place and not end_descendants():
@@ -339,7 +343,11 @@ def remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, kernels: Path, environment: Mapping[str, str]
+    process: subprocess.Popen[bytes],
+    watchdog: Watchdog,
+    pipes: Path,
+    kernels: Path,
+    prepare: Callable[[Sequence[Heartbeat | None]], None] | None,
 ) -> int:
     """Wait for the launcher, and kill it if its ranks hang, other nodes failed, or a later attempt has started."""
     while True:
@@ -352,8 +360,8 @@ def _wait(
             elif watchdog.has_hung():
                 watchdog.collect(pipes, kernels)
                 process.kill()
-            else:
-                READY.prepare(watchdog.folder, watchdog.local_beats(), environment)
+            elif prepare:
+                prepare(watchdog.local_beats())
 
 
 def rank_environment(attempt: Attempt, rendezvous: Rendezvous) -> dict[str, str]:

@@ -17,7 +17,8 @@ CPU_PASS = 2 * 2**30  # activations of an evaluation's pass, and a part of its l
 INFERENCE_SHARE = 0.7  # of a GPU's memory, for the weights of a model that is only evaluated, next to activations
 CPU_PROCESS = int(0.6 * 2**30)  # imports of torch, transformers, deepspeed without a GPU
 
-LAUNCHER = 2**28  # imports of torch and accelerate: 248 MiB
+READY_RANK = 3 * 2**28  # imports without CUDA: 484 MiB of its own with torch's build for CUDA, and a tokenizer
+LAUNCHER = int(0.4 * 2**30)  # imports of torch, accelerate and deepspeed: 397 MiB
 
 
 def pinned(size: int) -> int:
@@ -39,7 +40,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]
     if scenario.keeps_ready:
-        terms["ready ranks"] = terms["processes"] + LAUNCHER
+        terms["ready ranks"] = ranks * READY_RANK + LAUNCHER
     gathered, offloads = scenario.compute * scenario.model.whole_parameters, scenario.spec.offload_optimizer
     peaks = {
         "gathered weights": gathered if scenario.has_script and scenario.spec.zero_stage == 3 else 0,

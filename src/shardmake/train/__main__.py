@@ -52,6 +52,7 @@ def main() -> None:
     )
 
     if len(sys.argv) > 2:
+        load_program(Path(sys.argv[1]))
         import_module("shardmake.train.trainer").import_libraries(Path(sys.argv[1]))
         sys.argv[1:] = wait_for_arguments(int(sys.argv[2]))
     folder = Path(sys.argv[1]).resolve()

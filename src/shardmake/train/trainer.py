@@ -9,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -75,14 +76,21 @@ def train(attempt_folder: Path) -> None:
 
 
 def import_libraries(attempt_folder: Path) -> None:
-    """Import what a training such as that of ``attempt_folder`` imports beside this module, without its data."""
+    """Import what a training such as that of ``attempt_folder`` imports beside this module, without its data.
+
+    Raises:
+        RuntimeError: a library starts CUDA, which would hold memory of the GPU while the present rank trains.
+    """
     context = RankContext.load(attempt_folder)
-    _import_engine(context)
-    if OBJECTIVES[context.settings.objective].trl:
-        import_module("shardmake.train.preferences")
-    context.settings.model.model_class.find()
-    load_tokenizer(context.settings)
-    assert not torch.cuda.is_initialized(), "it would hold memory of the GPU while the present rank trains"
+    refused = RuntimeError("A rank that is kept ready must not start CUDA.")
+    with mock.patch.object(torch.cuda, "_lazy_init", side_effect=refused) as start:
+        _import_engine(context)
+        if OBJECTIVES[context.settings.objective].trl:
+            import_module("shardmake.train.preferences")
+        context.settings.model.model_class.find()
+        load_tokenizer(context.settings)
+    if start.called:  # a library that has ignored the error may have taken the CPU instead
+        raise refused
 
 
 def _import_engine(context: RankContext) -> None:

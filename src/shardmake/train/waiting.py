@@ -1,5 +1,6 @@
 """A process that has imported its libraries and then waits for its arguments, and the parent that starts it."""
 
+import contextlib
 import json
 import os
 import re
@@ -29,31 +30,42 @@ class Waiting:
                 [*command, str(child.fileno())], env=self._environment, pass_fds=[child.fileno()], **options
             )
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Let the process run with ``arguments`` and ``environment``; end it and return False if it cannot.
+    def is_ready(self) -> bool:
+        """Return whether the process has imported its libraries and waits."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"+"
+        except OSError:
+            return False
 
-        It cannot if a variable differs that a library may have read, or if it does not answer within a second: it has
-        ended, is stopped or still imports.
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+        """Let the process run with ``arguments`` and ``environment``, and return an empty text; else end it.
+
+        The text then says why it cannot be used: a variable differs that a library may have read, it is not ready, or
+        it does not answer within a second.
         """
         names = {*self._environment, *environment}
         changed = {
             name: environment.get(name) for name in names if environment.get(name) != self._environment.get(name)
         }
-        read = [name for name in changed if not _OF_ONE_ATTEMPT.fullmatch(name)]
-        with self._socket:
-            self._socket.settimeout(ANSWER_SECONDS)
-            if not read and self._sends([list(arguments), changed]):
-                return True
-        why = f"these variables differ: {', '.join(sorted(read))}" if read else "it does not answer"
-        print(f"A process that was kept ready is not used, because {why}.", flush=True)
+        if read := sorted(name for name in changed if not _OF_ONE_ATTEMPT.fullmatch(name)):
+            return self.end(f"these variables differ: {', '.join(read)}")
+        if not self.is_ready():
+            return self.end("it has ended or still imports its libraries")
+        return "" if self._sends([list(arguments), changed]) else self.end("it does not answer")
+
+    def end(self, why: str) -> str:
+        """Kill the process, and return ``why``. One in state D is not waited for."""
+        self._socket.close()
         self.process.kill()
-        self.process.wait()
-        return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(ANSWER_SECONDS)
+        return why
 
     def _sends(self, request: object) -> bool:
+        self._socket.settimeout(ANSWER_SECONDS)
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-            return self._socket.recv(1) == b"+"
+            return self._socket.recv(1) + self._socket.recv(1) == b"++"  # the process was ready, and has the request
         except OSError:
             return False
 
@@ -65,6 +77,7 @@ def wait_for_arguments(descriptor: int) -> list[str]:
         SystemExit: the parent has ended, or does not need this process any more.
     """
     with socket.socket(fileno=descriptor) as parent, parent.makefile() as lines:
+        parent.sendall(b"+")
         if not (line := lines.readline()):
             sys.exit()
         arguments, changed = json.loads(line)
