@@ -91,14 +91,12 @@ data:
 
 - Roles of `sharegpt` become `user` (`human`, `user`), `assistant` (`gpt`, `assistant`, `chatgpt`), `system` and `tool`
   (`tool`, `function`, `observation`); then the tokenizer's chat template applies.
-- The content of a message is text, or a list of parts with `type: text`, which are joined. Other parts are refused.
-- A message of the assistant with `weight: 0` is context; other weights than 0 and 1 are refused.
-- A JSON object that has a key twice is refused.
 - Parquet files of a folder have the same columns, of types that Arrow unifies; files without rows are left out.
 - `input` follows `instruction` after an empty line, as one message of the user.
 - Cells of a `.csv` or `.tsv` file are text exactly as written. The first row names the columns.
 - All files of a folder have one kind. Hidden files and descriptions such as `dataset_info.json` are skipped.
-- `.txt` files are refused, because they do not state where an example ends.
+- Refused: `.txt` files, which do not state where an example ends; a JSON object that has a key twice; parts of a
+  message other than text; weights of a message other than 0 and 1.
 - Examples without a token to learn are dropped; their number and first lines are in the data receipt.
 """
 

@@ -56,9 +56,8 @@ RECORDS: Mapping[str, type] = {
     "shardmake list --json, one entry": ListedRun, "shardmake doctor --json, one finding": Finding,
 }  # fmt: skip
 READ = (
-    "train/metrics.jsonl, one line", "train/attempts/index.json, one entry",
-    "train/checkpoints/checkpoint-N/shardmake.json", "train/receipt.json", "evaluation.json",
-    "shardmake status --json, one entry", "shardmake list --json, one entry",
+    "train/metrics.jsonl, one line", "train/checkpoints/checkpoint-N/shardmake.json", "train/receipt.json",
+    "evaluation.json", "shardmake status --json, one entry", "shardmake list --json, one entry",
 )  # fmt: skip
 """The files that people and their programs read."""
 HEAD = """# File formats
