@@ -16,11 +16,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES, PAGE = REPOSITORY / "examples/recipes", REPOSITORY / "docs/reference/recipes.md"
 HEAD = """# Recipes
 
-Runs for models and clusters that labs have. Copy one, change data and destination, and plan it: `shardmake plan NAME
---offline` says why, what is cheaper, and what fits on fewer nodes. The table is from such plans, in bf16, with a folder
-in place of the model that holds the config of the model on the hub or, in *italics*, transformers' default of the type,
-which may have another size. "re" is gradient checkpointing, GiB are of a GPU's tensors and allocator. None of them has
-been trained here. The page is made by `python -m tools.recipes_page`.
+Runs for models and clusters that labs have, in `examples/recipes` and its folder `clusters`. Copy one, change data and
+destination, and plan it: `shardmake plan NAME --offline` says why, what is cheaper, and what fits on fewer nodes. The
+table is from such plans, in bf16, with a folder in place of the model that holds the config of the model on the hub or,
+in *italics*, transformers' default of the type, which may have another size. "re" is gradient checkpointing, GiB are of
+a GPU's tensors and allocator. None of them has been trained here. The page is made by `python -m tools.recipes_page`.
 
 | recipe | cluster | config | strategy | nodes x ranks | micro batch | s per step | GiB per GPU | RAM per node, GiB |
 |---|---|---|---|---|---|---|---|---|
@@ -75,9 +75,8 @@ def row(path: Path, printed: str) -> str:
     assert about and found, path
     strategy, nodes, ranks, recompute, ram, micro, seconds, gib = found.groups()
     cells = (
-        f"[{path.stem}](../../{path.relative_to(REPOSITORY)}): {about[1].rstrip('.')}",
-        f"[{cluster.stem}](../../{cluster})", config, strategy + ", re" * (recompute == "with"), f"{nodes} x {ranks}",
-        micro, seconds, gib, ram,
+        f"`{path.stem}`: {about[1].rstrip('.')}", f"`{cluster.stem}`", config,
+        strategy + ", re" * (recompute == "with"), f"{nodes} x {ranks}", micro, seconds, gib, ram,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |\n"
 
