@@ -331,10 +331,15 @@ def added_gradients(scenario: Scenario) -> int:
 
 def largest_touched(scenario: Scenario) -> int:
     """Return the most elements of trained tensors that lie partly or as a whole in the part of one rank."""
+    return _largest_touched(scenario.model, scenario.split, scenario.method, scenario.part)
+
+
+@lru_cache(maxsize=MODELS)
+def _largest_touched(model: Model, split: Split, method: Method, part: int) -> int:
     touched: Counter[int] = Counter()
     start = 0
-    for tensor in trained_tensors(scenario):
-        ranks = range(start // scenario.part, (start + tensor.numel - 1) // scenario.part + 1)
+    for tensor in _trained(model, split, method):
+        ranks = range(start // part, (start + tensor.numel - 1) // part + 1)
         touched.update(dict.fromkeys(ranks, tensor.numel))
         start += tensor.numel
     return max(touched.values())
