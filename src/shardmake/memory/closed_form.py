@@ -44,7 +44,7 @@ def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> P
 
 def _measure(scenario: Scenario) -> Profile:
     shape = scenario.held_model.decoder
-    if shape is None or shape.layers <= SHORT[1] + shape.dense:
+    if shape is None or shape.linear or shape.layers <= SHORT[1] + shape.dense:
         return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
     all_trained = replace(scenario.split, frozen_names=frozenset())  # others than the first layers may be trained
     shorter = [replace(shape, layers=layers + shape.dense) for layers in SHORT]

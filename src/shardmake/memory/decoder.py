@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardmake.config.attention import FLASH_KERNELS
 from shardmake.memory import size_tensors as ops
+from shardmake.memory.linear_attention import attend
 from shardmake.memory.model import SCORE_HEAD, TRAINED_HEAD, Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import GradNode, Parameter, SizeStorage, SizeTensor, Tape, TensorEvent
@@ -177,7 +178,7 @@ class DecoderStep:
         """Run a layer; a recomputation stops when everything is saved, before the last product and sum."""
         prefix, made = f"{self.shape.root}.layers.{index}", not stops_early
         names = [name and f"{prefix}.{name}.weight" for name in self.shape.norms]
-        attended = self._attention(self._norm(hidden, names[0]), f"{prefix}.self_attn", index)
+        attended = self._attention(self._norm(hidden, names[0]), prefix, index)
         attended = self._scaled(self._norm(attended, names[1]))
         hidden = ops.add(hidden, attended)
         del attended
@@ -207,8 +208,10 @@ class DecoderStep:
             return ops.cast(ops.scale_columns(normed, replace(weight, item=4), made), hidden.item, made)
         return ops.scale_columns(ops.cast(normed, hidden.item), weight, made)
 
-    def _attention(self, hidden: SizeTensor, prefix: str, index: int) -> SizeTensor:
-        shape, whole = self.shape, None
+    def _attention(self, hidden: SizeTensor, layer: str, index: int) -> SizeTensor:
+        shape, whole, prefix = self.shape, None, f"{layer}.self_attn"
+        if shape.linear and index in shape.linear.layers:
+            return attend(self.scenario, shape.linear, hidden, self.weights, f"{layer}.linear_attn", self._linear)
         if "qkv" in shape.fused:
             whole = self._linear(hidden, f"{prefix}.qkv_proj")
             query, key, value = (
@@ -217,6 +220,9 @@ class DecoderStep:
         else:
             query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
         del hidden
+        if shape.gates:
+            query, gate = ops.halves(query)
+            gate = ops.copy(gate)
         if shape.qk_norm != "none":
             heads = (shape.a, shape.k) if shape.qk_norm == "head" else (1, 1)
             query = self._rms_norm(query, self.weights[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
@@ -228,6 +234,8 @@ class DecoderStep:
             del tables
         self.sinks = self.weights.get(f"{prefix}.sinks")
         mixed = self._mix(query, key, value)
+        if shape.gates:
+            mixed = ops.multiply(mixed, ops.activation(gate, saves_output=True))
         del query, key, value, whole
         return ops.dropout(self._linear(mixed, f"{prefix}.o_proj"), shape.dropout[1])
 
@@ -300,8 +308,13 @@ class DecoderStep:
 
     def _mixture(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run the experts, and those that every token is sent to."""
-        out, shared = self._experts(hidden, prefix, made or self.shape.shared > 0), f"{prefix}.shared_experts"
-        return ops.add(out, self._mlp(hidden, shared, made), made) if self.shape.shared else out
+        if self.shape.gates:
+            shared = self._mlp(hidden, f"{prefix}.shared_expert", made=True)
+            out = self._experts(hidden, prefix, made=True)
+            gate = ops.activation(self._linear(hidden, f"{prefix}.shared_expert_gate"), saves_output=True)
+            return ops.add(out, ops.scale_rows(shared, gate), made)
+        out, name = self._experts(hidden, prefix, made or self.shape.shared > 0), f"{prefix}.shared_experts"
+        return ops.add(out, self._mlp(hidden, name, made), made) if self.shape.shared else out
 
     def _experts(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run transformers' ``grouped_mm_experts_forward``: rows sorted by expert, then in their order again."""

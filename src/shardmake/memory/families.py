@@ -10,6 +10,7 @@ from math import ceil
 from typing import Any, Literal
 
 from shardmake.config.attention import KERNELS, Attention
+from shardmake.memory.linear_attention import LINEAR_SIZES, LinearAttention
 from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Decoder, Kind, Model, ParameterSpec, Style, is_head
 
 
@@ -25,6 +26,8 @@ class Family(Style):
     """Keys of the config that give a bias to queries, keys and values, to the output of attention, and to the MLP."""
     full_every: int = 0
     """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them."""
+    projections: tuple[str, ...] = ()
+    """The others have linear attention with these `LinearAttention.projections` instead."""
     rotates: Literal["all", "some", "windows"] = "all"
     """Layers with a rotary embedding: all, those that ``no_rope_layers`` marks, or those with a window."""
     table_of_each_kind: bool = False
@@ -55,6 +58,13 @@ _GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm
 _GEMMA: dict[str, Any] = {"wide_norm": True, "scaled_embedding": True}
 _GEMMA2: dict[str, Any] = {**_GEMMA, "norms": _BOTH_SIDES, "always_two_masks": True}
 _PLAIN_EXPERTS = dict.fromkeys(("output_router_logits", "router_jitter_noise"))
+_HYBRID: dict[str, Any] = {
+    "biases": ("attention_bias", "attention_bias", ""), "wide_norm": True, "qk_norm": "head", "joins_rotated": True,
+    "gates": True, "full_every": 4, "kernels": ("flash", "sdpa", "eager"), "mixing": ("sdpa", "eager"),
+    "varlen_limit": "does not take the attention functions that others register",
+}  # fmt: skip
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_APART, _JOINED = ("qkv", "z", "b", "a"), ("qkvz", "ba")
 
 
 def _defaults(kv_heads: int | None = None, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
@@ -64,6 +74,13 @@ def _defaults(kv_heads: int | None = None, head_dim: int | None = None, **more: 
 
 def _tied(kv_heads: int, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
     return _defaults(kv_heads, head_dim, tie_word_embeddings=True, **more)
+
+
+def _hybrid(kv_heads: int, **more: Any) -> dict[str, Any]:
+    """Return the defaults of a family with linear attention, which also have the sizes of its experts."""
+    linear = dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True))
+    experts = dict.fromkeys((*_EXPERT_WIDTHS, "intermediate_size"), 512) if more else {}
+    return _defaults(kv_heads, 256, partial_rotary_factor=0.25, **linear, **experts, **more)
 
 
 FAMILIES: dict[str, Family] = {
@@ -123,9 +140,23 @@ FAMILIES: dict[str, Family] = {
         expert_width="intermediate_size", plain=_PLAIN_EXPERTS, kernels=("flash", "eager"), mixing=("eager",),
         varlen_limit=_SCORES.format("s_aux"),
     ),
+    "qwen3_5_text": Family("Qwen3_5", _hybrid(4), **_HYBRID, projections=_APART),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5Moe", _hybrid(2, num_experts=256, num_experts_per_tok=8), **_HYBRID, projections=_APART,
+        experts="softmax first", plain=_PLAIN_EXPERTS,
+    ),
+    "qwen3_next": Family(
+        "Qwen3Next", _hybrid(2, num_experts=512, num_experts_per_tok=10), **_HYBRID, projections=_JOINED,
+        experts="softmax first", plain={**_PLAIN_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": None},
+    ),
 }  # fmt: skip
-COMPOSITES = {"gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
+COMPOSITES = {
+    "gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}  # fmt: skip
 """Classes of composite models whose text part, of a family, is ``model.language_model`` beside their towers."""
+TOWERS = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.visual",))
+"""Towers of those whose kernels are the ones of the text part."""
 
 
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -214,7 +245,7 @@ def text_part(config: Mapping[str, Any], source: str) -> Model | None:
     family = family_of(text)
     if family is None or not gives_sizes(family, text):
         return None
-    tied = config.get("tie_word_embeddings", True)
+    tied = config.get("tie_word_embeddings", not family.projections)
     model = written_down(family, {**text, "tie_word_embeddings": tied}, source, "model.language_model")
     return replace(model, model_type=config["model_type"], architecture=architecture, config=config)
 
@@ -225,6 +256,8 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     sizes = [values.get(field) for field in SIZE_FIELDS] + [values[one] for one in OPTIONAL_SIZES if one in values]
     if family.experts:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
+    if family.projections:
+        sizes += [values[key] for key in (*LINEAR_SIZES, *_EXPERT_WIDTHS) if key in values]
     possible = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
     return possible and values["num_hidden_layers"] <= MOST_LAYERS
 
@@ -259,21 +292,31 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
         rotated=int(width * share),
         unrotated=frozenset(_unrotated(family, config, kinds)),
         rotary_tables=len({*kinds}) if family.table_of_each_kind else 1,
-        masks=2 if family.always_two_masks else len({*kinds}),
+        masks=2 if family.always_two_masks else 1 if family.projections else len({*kinds}),
         count=_count(values),
         chosen=values.get("num_experts_per_tok", 0),
         dense=values.get("first_k_dense_replace", 0),
-        shared=values.get("n_shared_experts", 0) * values.get(family.expert_width, 0),
+        shared=_shared(family, values),
+        linear=LinearAttention.read(values, kinds, family.projections) if family.projections else None,
         dropout=(values.get("attention_dropout", 0.0), values.get("residual_dropout", 0.0)),
     )
+
+
+def _shared(family: Family, values: Mapping[str, Any]) -> int:
+    """Return the features of the experts that every token is sent to."""
+    if family.gates:
+        return int(values.get("shared_expert_intermediate_size", 0))
+    return int(values.get("n_shared_experts", 0) * values.get(family.expert_width, 0))
 
 
 def _kinds(family: Family, config: Mapping[str, Any]) -> list[str]:
     """Return the kind of attention of each layer, of a family that has several."""
     layers, every = config["num_hidden_layers"], family.full_every
-    if every and isinstance(given := config.get("sliding_window_pattern"), int):
+    pattern = "full_attention_interval" if family.projections else "sliding_window_pattern"
+    if every and isinstance(given := config.get(pattern), int):
         every = given
-    default = ("sliding_attention" if every and (index + 1) % every else "full_attention" for index in range(layers))
+    other = "linear_attention" if family.projections else "sliding_attention"
+    default = (other if every and (index + 1) % every else "full_attention" for index in range(layers))
     return list((family.full_every and config.get("layer_types")) or default)[:layers]
 
 
@@ -300,22 +343,18 @@ def _decoder_tensors(shape: Decoder, family: Family, values: Mapping[str, Any]) 
 def _block_tensors(
     shape: Decoder, family: Family, values: Mapping[str, Any], block: int
 ) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
-    q, kv = shape.a * shape.d, shape.k * shape.d
     biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
-    parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else {"q": q, "k": kv, "v": kv}
-    for name, rows in parts.items():
-        yield from _linear(f"self_attn.{name}_proj", rows, shape.h, biases[0])
-    yield from _linear("self_attn.o_proj", shape.h, q, biases[1])
-    if shape.qk_norm != "none":
-        widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)
-        for part, width in zip("qk", widths, strict=True):
-            yield f"self_attn.{part}_norm.weight", (width,), "norm"
-    if shape.sinks:
-        yield "self_attn.sinks", (shape.a,), "other"
+    if shape.linear and block in shape.linear.layers:
+        yield from ((f"linear_attn.{name}", size, kind) for name, size, kind in shape.linear.tensors(shape.h))
+    else:
+        found = _attention_tensors(shape, family, biases)
+        yield from ((f"self_attn.{name}", size, kind) for name, size, kind in found)
     mlp, width = "mlp", values["intermediate_size"] if shape.experts else shape.f
     if shape.experts and block >= shape.dense:
         yield from ((f"mlp.{name}", size, "other") for name, size in _mixture_tensors(shape))
-        mlp, width = "mlp.shared_experts", shape.shared
+        mlp, width = "mlp.shared_expert" if shape.gates else "mlp.shared_experts", shape.shared
+        if shape.gates:
+            yield f"{mlp}_gate.weight", (1, shape.h), "linear"
     if width:
         halves = {"gate_up": 2 * width} if "gate" in family.fused else {"gate": width, "up": width}
         for name, rows in halves.items():
@@ -323,6 +362,23 @@ def _block_tensors(
         yield from _linear(f"{mlp}.down_proj", shape.h, width, biases[2])
     for name in filter(None, shape.norms):
         yield f"{name}.weight", (shape.h,), "norm"
+
+
+def _attention_tensors(
+    shape: Decoder, family: Family, biases: list[bool]
+) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
+    q, kv = shape.a * shape.d, shape.k * shape.d
+    gated = 2 * q if shape.gates else q
+    parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else {"q": gated, "k": kv, "v": kv}
+    for name, rows in parts.items():
+        yield from _linear(f"{name}_proj", rows, shape.h, biases[0])
+    yield from _linear("o_proj", shape.h, q, biases[1])
+    if shape.qk_norm != "none":
+        widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)
+        for part, width in zip("qk", widths, strict=True):
+            yield f"{part}_norm.weight", (width,), "norm"
+    if shape.sinks:
+        yield "sinks", (shape.a,), "other"
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...], Kind]]:

@@ -12,6 +12,7 @@ from shardmake.config.methods import METHODS
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ModelError, nearest
 from shardmake.memory.cache import cached_helper
+from shardmake.memory.linear_attention import LinearAttention
 
 INVENTORY = "shardmake.memory.parameter_inventory"
 Kind = Literal["linear", "embedding", "norm", "other"]
@@ -80,6 +81,7 @@ class Style:
     experts: Literal["", "softmax first", "softmax last", "sigmoid"] = ""
     """A mixture, and its router: a softmax of all experts, of the chosen ones after biased products, or a sigmoid."""
     wide_routing: bool = False  # the weights of the chosen experts stay in fp32
+    gates: bool = False  # sigmoid gates multiply what attention and the shared expert give
     all_levers: bool = False
     """Liger's layers, a rank's part of the matrices, and the sequence classifier are written down, too."""
 
@@ -113,6 +115,7 @@ class Decoder(Style):
     """Experts that a token is sent to."""
     dense: int = 0  # first layers without experts
     shared: int = 0  # features of the experts that every token is sent to
+    linear: LinearAttention | None = None
     dropout: tuple[float, float] = (0.0, 0.0)
     """Probabilities for the scores of eager attention, and for what attention and the MLP add."""
 
@@ -180,6 +183,14 @@ class Model:
     def is_classifier(self) -> bool:
         """Return True for a sequence classifier, which has `SCORE_HEAD`."""
         return self.architecture.endswith("ForSequenceClassification")
+
+    @property
+    def attention_width(self) -> int:
+        """Features of the heads of all layers, but of those with linear attention; hidden ones if it is not known."""
+        shape = self.decoder
+        if shape is None:
+            return len(self.blocks) * self.hidden_size
+        return (shape.layers - (len(shape.linear.layers) if shape.linear else 0)) * shape.a * shape.d
 
     @property
     def has_all_levers(self) -> bool:

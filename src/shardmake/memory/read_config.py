@@ -194,7 +194,9 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     parts = (value for value in config.values() if isinstance(value, Mapping))
     if "text_config" in config or any(part.get("model_type") for part in parts):
         return  # each part has a config of its own
-    for names in [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES:
+    family = FAMILIES.get(config["model_type"])
+    needed = [(field,) for field in SIZE_FIELDS if field not in family.defaults] if family else SIZE_NAMES
+    for names in needed:
         if all(config.get(name) is None for name in names):
             if _is_known_to_transformers(config["model_type"]):
                 causal_class(config["model_type"], source)  # a model of images or sounds has other sizes
@@ -206,7 +208,6 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
             "weights."
         )
     heads, given = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    family = FAMILIES.get(config["model_type"])
     groups = given or (family and family.defaults.get("num_key_value_heads")) or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         from_type = "" if given else f", the default of {config['model_type']},"

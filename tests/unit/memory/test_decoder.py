@@ -41,6 +41,13 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     " lora with checkpointing": {"method": "lora", "checkpointing": True},
 }
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128}
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 64,
+    "linear_num_key_heads": 8, "linear_key_head_dim": 64, "linear_num_value_heads": 16, "linear_value_head_dim": 64,
+}  # fmt: skip
+_SHARED = {"num_experts": 16, "num_experts_per_tok": 4} | dict.fromkeys(
+    ("moe_intermediate_size", "shared_expert_intermediate_size"), 256
+)
 _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 64, "tie_word_embeddings": False, **_WINDOWS},
     "granite": {},
@@ -60,6 +67,9 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 4},
     "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "intermediate_size": 1024},
     "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, **_SHARED},
+    "qwen3_next": {**_HYBRID, **_SHARED},
 }
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 
@@ -93,6 +103,17 @@ CASES |= {
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "tied": scenario({"tie_word_embeddings": True}),
+}
+CASES |= {
+    "qwen3_5 in fp32": scenario({"model_type": "qwen3_5_text", **_HYBRID}, precision="fp32"),
+    "qwen3_5 in 4 bits": scenario({"model_type": "qwen3_5_text", **_HYBRID}, method="qlora", **AUTOCAST),
+    "qwen3_5 with padded chunks": scenario({"model_type": "qwen3_5_text", **_HYBRID}, sequence_length=500),
+    "qwen3_5 with as many keys as values": scenario(
+        {"model_type": "qwen3_5_text", **_HYBRID, "linear_num_key_heads": 16}
+    ),
+    "qwen3_next with wider values": scenario(
+        {"model_type": "qwen3_next", **_HYBRID, **_SHARED, "linear_value_head_dim": 96}, checkpointing=True
+    ),
 }
 CASES |= {
     f"{kind}{name}": scenario({"model_type": kind, "num_hidden_layers": LAYERS, **_UNLIKE[kind]}, **settings)

@@ -6,12 +6,14 @@ from shardmake.core.errors import ModelError
 from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu_memory
-from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier
+from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier, family_of
 from shardmake.memory.model import count_rates, find_frozen, find_rates, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
 
+HYBRID = {"num_hidden_layers": 5, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 16}
 VARIANTS = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -38,6 +40,12 @@ VARIANTS = [
     {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
     {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32, "use_qk_norm": True},
     {"model_type": "gpt_oss", "num_local_experts": 4},
+    {"model_type": "qwen3_5_text", **HYBRID, "attention_bias": True},
+    {"model_type": "qwen3_5_moe_text", **HYBRID, **HYBRID_EXPERTS},
+    {"model_type": "qwen3_next", **HYBRID, **HYBRID_EXPERTS, "full_attention_interval": 2},
+    {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", **SIZES, **HYBRID}},
+    {"model_type": "qwen3_5_moe", "tie_word_embeddings": True}
+    | {"text_config": {"model_type": "qwen3_5_moe_text", **SIZES, **HYBRID, **HYBRID_EXPERTS}},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES}},
     {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SIZES}, "tie_word_embeddings": False},
 ]
@@ -67,6 +75,24 @@ def test_published_sizes() -> None:
     seventy = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     assert from_config({**llama, **eight}).parameters == 8_030_261_248
     assert from_config({**llama, **seventy}).parameters == 70_553_706_496
+
+
+def test_of_a_hybrid_some_layers_attend_to_all_tokens() -> None:
+    """Defaults and the sizes below are those of Qwen3-Next-80B-A3B."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "vocab_size": 151_936}
+    model = from_config({"model_type": "qwen3_next", **sizes})
+    assert model.parameters == 79_674_391_296
+    assert model.attention_width == 12 * 16 * 256
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"output_router_logits": True}, {"layer_types": ["other"]}],
+    ids=str,
+)
+def test_what_a_record_does_not_describe_is_traced(values: dict) -> None:
+    config = {**SIZES, "model_type": "qwen3_next"}
+    assert family_of(config) is not None and family_of({**config, **values}) is None
 
 
 def test_every_family_has_a_variant_here() -> None:
