@@ -19,8 +19,9 @@ from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.families import COMPOSITES, FAMILIES
-from shardmake.memory.model import Decoder, Model, inventory_request
+from shardmake.memory.decoder_sizes import Decoder
+from shardmake.memory.families import COMPOSITES, FAMILIES, TOWERS
+from shardmake.memory.model import Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
@@ -97,7 +98,7 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
         _check_activation(model.text_config, model.source)
-    if model.decoder is not None and model.model_type not in COMPOSITES:
+    if model.decoder is not None and (model.model_type not in COMPOSITES or model.model_type in TOWERS):
         abilities = _of_family(model, model.decoder)
     else:  # the kernels of a composite are those of its towers too: transformers 5.24 has fewer for Gemma 3
         abilities = _of_class(model, run)
@@ -125,9 +126,18 @@ def _of_family(model: Model, decoder: Decoder) -> Abilities:
     family = FAMILIES[model.text_config["model_type"]]
     limit = family.varlen_limit or _decoder_limit(decoder)
     kernels = tuple(kernel for kernel in family.kernels if not (limit and kernel == "varlen"))
-    if decoder.experts and huggingface.recognise(Path(model.source).parent):
+    if _may_be_renamed(model, decoder):
         _ask(model, model.trust_remote_code, "layout")  # a merge must be able to write it
-    return Abilities(model.architecture, kernels, family.mixing, limit)
+    absent = TOWERS.get(model.model_type, ())
+    return Abilities(model.architecture, kernels, family.mixing, limit, text_part=bool(absent), absent=absent)
+
+
+def _may_be_renamed(model: Model, decoder: Decoder) -> bool:
+    """Return True if files beside the config hold a mixture, or linear attention under other names than the class."""
+    folder = Path(model.source).parent
+    if not (decoder.experts or decoder.linear) or not huggingface.recognise(folder):
+        return False
+    return bool(decoder.experts) or not {tensor.name for tensor in model.tensors} <= {*huggingface.weight_names(folder)}
 
 
 def has_plain_head(model: Model) -> bool:
@@ -141,7 +151,7 @@ def attends_in_kernel(model: Model) -> bool:
     """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
     if (decoder := model.decoder) is not None:  # DeepSpeed takes heads of one width and number (``ulysses_sp.py``)
         sizes = {(one.k, one.d, one.width) for one in (decoder, *decoder.of_layers)}
-        return not decoder.sinks and len(sizes) == 1 and decoder.width == decoder.d
+        return not (decoder.sinks or decoder.linear) and len(sizes) == 1 and decoder.width == decoder.d
     return bool(_ask(model, model.trust_remote_code, "tokens")["in_kernel"])
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -105,11 +107,12 @@ def answer(config: dict[str, Any], targets: str | list[str] | None = None, metho
 def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str) -> None:
     config = {**SIZES, "head_dim": 8, "pad_token_id": 0, "logits_scaling": 8.0, "model_type": family}
     config |= {"global_head_dim": 8, "hidden_size_per_layer_input": 0}
+    config |= {"full_attention_interval": 3}  # so that one layer of Qwen3-Next has full attention
     if family in ("dots1", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_k25"):
         config |= {**DEEPSEEK, "n_shared_experts": 1, "num_experts_per_tok": 2, "model_type": family}
     if family in COMPOSITES:
-        types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3"}
-        text = {**config, "model_type": types.get(family, "mistral")}
+        types = {"kimi_k25": "deepseek_v3", "mistral3": "mistral"}
+        text = {**config, "model_type": types.get(family, f"{family}_text")}
         config = {"model_type": family, "text_config": text, "vision_config": {"num_hidden_layers": 1}}
     model = from_config(config, source="config.json")
     assert model.decoder is not None
@@ -139,6 +142,19 @@ def test_the_files_of_a_mixture_must_have_a_layout_that_a_merge_can_write(
     assert model.decoder is not None
     with pytest.raises(ModelError, match=r"its files hold model\.layers\.0\.twice, model\.layers\.1\.twice"):
         find_abilities(model, make_run())
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_files_of_a_hybrid_that_name_its_weights_as_its_class_does_are_not_converted(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(abilities, "_ask", lambda *request: asked.append(request[2]))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", **SIZES}))
+    model = read_model(str(tmp_path))
+    save_file({prefix + tensor.name: torch.zeros(1) for tensor in model.tensors}, tmp_path / "model.safetensors")
+    assert find_abilities(model, make_run()).model_class == "Qwen3_5ForCausalLM"
+    assert asked == ["layout"] * bool(prefix)
 
 
 @pytest.mark.parametrize(
