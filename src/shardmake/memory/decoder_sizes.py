@@ -43,6 +43,8 @@ class Style:
     experts: Literal["", "softmax first", "softmax last", "sigmoid"] = ""
     """A mixture, and its router: a softmax of all experts, of the chosen ones after biased products, or a sigmoid."""
     wide_routing: bool = False  # the weights of the chosen experts stay in fp32
+    projections: tuple[str, ...] = ()
+    """Some layers have linear attention, with these `LinearAttention.projections`."""
     gates: bool = False  # sigmoid gates multiply what attention and the shared expert give
     all_levers: bool = False
     """Liger's layers, a rank's part of the matrices, and the sequence classifier are written down, too."""

@@ -14,7 +14,7 @@ from shardmake.memory import latent_attention
 from shardmake.memory.decoder_sizes import Decoder, Style
 from shardmake.memory.decoder_tensors import decoder_tensors
 from shardmake.memory.layer_sizes import LayerSizes, gemma4, hybrid
-from shardmake.memory.linear_attention import LINEAR_SIZES, LinearAttention
+from shardmake.memory.linear_attention import LINEAR_SIZES
 from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Model, ParameterSpec, is_head
 
 
@@ -29,9 +29,11 @@ class Family(Style):
     biases: tuple[str | bool, str | bool, str] = ("attention_bias", "attention_bias", "mlp_bias")
     """Keys of the config that give a bias to queries, keys and values, to the output of attention, and to the MLP."""
     full_every: int = 0
-    """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them."""
-    projections: tuple[str, ...] = ()
-    """The others have linear attention with these `LinearAttention.projections` instead."""
+    """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them.
+
+    Those of a family with `Style.projections` have linear attention.
+    """
+    lists_dense: bool = False  # layers without experts are those that mlp_layer_types lists, else the first
     rotates: Literal["all", "some", "windows"] = "all"
     """Layers with a rotary embedding: all, those that ``no_rope_layers`` marks, or those with a window."""
     table_of_each_kind: bool = False
@@ -68,10 +70,12 @@ _GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm
 _GEMMA: dict[str, Any] = {"wide_norm": True, "scaled_embedding": True}
 _GEMMA2: dict[str, Any] = {**_GEMMA, "norms": _BOTH_SIDES, "always_two_masks": True}
 _PLAIN_EXPERTS = dict.fromkeys(("output_router_logits", "router_jitter_noise"))
+NOT_TAKEN = "does not take the attention functions that others register"
+"""Why a class cannot train with varlen, which is the rest of a sentence about it."""
 _HYBRID: dict[str, Any] = {
-    "biases": _BIASES, "wide_norm": True, "qk_norm": "head", "joins_rotated": True,
-    "gates": True, "full_every": 4, "kernels": ("flash", "sdpa", "eager"), "mixing": ("sdpa", "eager"),
-    "varlen_limit": "does not take the attention functions that others register",
+    "biases": _BIASES, "wide_norm": True, "qk_norm": "head", "joins_rotated": True, "gates": True,
+    "full_every": 4, "layer_sizes": hybrid, "kernels": ("flash", "sdpa", "eager"), "mixing": ("sdpa", "eager"),
+    "varlen_limit": NOT_TAKEN,
 }  # fmt: skip
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _APART, _JOINED = ("qkv", "z", "b", "a"), ("qkvz", "ba")
@@ -175,9 +179,9 @@ FAMILIES: dict[str, Family] = {
         "Glm4MoeLite",
         _LATENT | _defaults(
             q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
-            moe_intermediate_size=1536, n_shared_experts=1, first_k_dense_replace=1,
+            moe_intermediate_size=1536, n_shared_experts=1,
         ),
-        _BIASES, experts="sigmoid", plain={**_PLAIN_EXPERTS, "first_k_dense_replace": 1},
+        _BIASES, experts="sigmoid", plain=_PLAIN_EXPERTS, lists_dense=True,
     ),
     "youtu": Family("Youtu", _LATENT | {"tie_word_embeddings": True}, _BIASES),
     "gpt_oss": Family(
@@ -201,11 +205,6 @@ FAMILIES: dict[str, Family] = {
         experts="softmax first", plain={**_PLAIN_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": None},
     ),
 }  # fmt: skip
-_NAMES = ("Gemma3", "Gemma4", "Kimi_K25", "Mistral3", "Qwen3_5", "Qwen3_5_Moe")
-COMPOSITES = {name.lower(): f"{name.replace('_Moe', 'Moe')}ForConditionalGeneration" for name in _NAMES}
-"""Classes of composite models whose text part, of a family, is ``model.language_model`` beside their towers."""
-TOWERS = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.visual",))
-"""Towers of those whose kernels are the ones of the text part."""
 
 
 OPTIONAL_SIZES = (
@@ -296,21 +295,6 @@ def as_classifier(model: Model) -> Model:
     )
 
 
-def text_part(config: Mapping[str, Any], source: str) -> Model | None:
-    """Return the text part of the composite model that ``config`` describes; None if it is not written down."""
-    text, architecture = config.get("text_config"), COMPOSITES.get(config["model_type"])
-    if architecture is None or not isinstance(text, Mapping):
-        return None
-    if (config["model_type"], text.get("model_type")) == ("kimi_k25", "kimi_k2"):
-        text = {**text, "model_type": "deepseek_v3"}  # as transformers does
-    family = family_of(text)
-    if family is None or not gives_sizes(family, text):
-        return None
-    tied = config.get("tie_word_embeddings", not family.projections)
-    model = written_down(family, {**text, "tie_word_embeddings": tied}, source, "model.language_model")
-    return replace(model, model_type=config["model_type"], architecture=architecture, config=config)
-
-
 def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     """Return True if all sizes follow from ``config`` and are possible."""
     values = _filled(family, config)
@@ -323,8 +307,18 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     sizes += [values[name] for name in more if name in family.defaults]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         return False
-    layers, kinds = values["num_hidden_layers"], values.get("mlp_layer_types")
-    return layers <= MOST_LAYERS and kinds in (None, ["dense", *["sparse"] * (layers - 1)])
+    layers, dense = values["num_hidden_layers"], _dense(family, values)
+    listed = values.get("mlp_layer_types") if family.lists_dense else None
+    in_order = isinstance(dense, int) and listed in (None, ["dense"] * dense + ["sparse"] * (layers - dense))
+    return in_order and layers <= MOST_LAYERS
+
+
+def _dense(family: Family, values: Mapping[str, Any]) -> Any:
+    """Return the number of first layers without experts."""
+    if not family.lists_dense:
+        return values.get("first_k_dense_replace", 0)
+    listed = values.get("mlp_layer_types")
+    return listed.count("dense") if isinstance(listed, list) else 1
 
 
 def _count(values: Mapping[str, Any]) -> Any:
@@ -364,13 +358,11 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
         masks=2 if family.always_two_masks else 1 if family.projections else len({*kinds}),
         count=_count(values),
         chosen=values.get("num_experts_per_tok", 0),
-        dense=values.get("first_k_dense_replace", 0),
+        dense=_dense(family, values),
         shared=_shared(family, values),
         dropout=(values.get("attention_dropout", 0.0), values.get("residual_dropout", 0.0)),
         latent=latent,
     )
-    if family.projections:
-        return hybrid(decoder, LinearAttention.read(values, family.projections), kinds)
     return family.layer_sizes(decoder, values, kinds) if family.layer_sizes else decoder
 
 

@@ -22,7 +22,7 @@ def gemma4(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) ->
     return replace(decoder, of_layers=tuple(map(of_kinds.__getitem__, kinds)), table_width=tables)
 
 
-def hybrid(decoder: Decoder, linear: LinearAttention, kinds: Sequence[str]) -> Decoder:
+def hybrid(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) -> Decoder:
     """Return ``decoder`` with linear attention in all layers but those that attend to all tokens."""
-    decoder, full = replace(decoder, linear=linear), decoder
-    return replace(decoder, of_layers=tuple(full if kind == "full_attention" else decoder for kind in kinds))
+    linear = replace(decoder, linear=LinearAttention.read(values, decoder.projections))
+    return replace(linear, of_layers=tuple(decoder if kind == "full_attention" else linear for kind in kinds))

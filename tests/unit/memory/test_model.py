@@ -5,8 +5,9 @@ import pytest
 from shardmake.core.errors import ModelError
 from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
+from shardmake.memory.composites import COMPOSITES
 from shardmake.memory.estimate import gpu_memory
-from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier, family_of, gives_sizes
+from shardmake.memory.families import FAMILIES, as_classifier, family_of, gives_sizes
 from shardmake.memory.model import count_rates, find_frozen, find_rates, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -56,7 +57,9 @@ VARIANTS = [
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "n_shared_experts": 2, "head_dim": 48},
     {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 1, **dict.fromkeys(OF_CLASS, ...)},
     {"model_type": "glm4_moe_lite", **LATENT, "hidden_size": 66},
-    {"model_type": "glm4_moe_lite", **LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    {"model_type": "glm4_moe_lite", **LATENT, "first_k_dense_replace": 0},
+    {"model_type": "glm4_moe_lite", **LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "dense", "sparse"]},
+    {"model_type": "glm4_moe_lite", **LATENT, "mlp_layer_types": ["sparse", "sparse"]},
     {"model_type": "youtu", **LATENT, "attention_bias": True},
     {"model_type": "youtu", "num_key_value_heads": 4, "q_lora_rank": None, "tie_word_embeddings": False},
     {"model_type": "qwen3_5_text", **HYBRID, "attention_bias": True},
@@ -103,7 +106,7 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"mlp_layer_types": ["sparse", "dense"]}, {"first_k_dense_replace": 2}, {"output_router_logits": True},
+        {"mlp_layer_types": ["sparse", "dense"]}, {"mlp_layer_types": ["dense"]}, {"mlp_layer_types": 1}, {"output_router_logits": True},
         {"n_shared_experts": 0}, {"v_head_dim": "10"}, {"model_type": "dots1", "sliding_window": 64},
     ],
     ids=str,

@@ -21,7 +21,8 @@ from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.fetch import dequantize
-from shardmake.memory.families import COMPOSITES, FAMILIES
+from shardmake.memory.composites import COMPOSITES
+from shardmake.memory.families import FAMILIES
 from shardmake.memory.read_config import from_config, read_model
 from shardmake.plan import abilities, inspect_model, resolve
 from shardmake.plan.abilities import Abilities, describe_quantized_base, find_abilities
@@ -122,6 +123,55 @@ def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str)
     assert replace(written, varlen_limit="") == replace(asked, varlen_limit="")
     assert abilities.has_plain_head(model) == ask(config, "head")["plain"]
     assert abilities.attends_in_kernel(model) == ask(config, "tokens")["in_kernel"]
+
+
+GEMMA4 = {
+    "model_type": "gemma4", "vision_config": {"num_hidden_layers": 1}, "audio_config": {"num_hidden_layers": 1},
+    "text_config": {"model_type": "gemma4_text", **SIZES, "hidden_size_per_layer_input": 0, "head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"audio_config": None}, {"vision_config": None, "audio_config": None}], ids=str
+)
+def test_of_a_known_composite_only_the_source_of_its_class_is_read(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**GEMMA4, **changes}
+    wanted = answer(config)
+    monkeypatch.setattr(abilities, "cached_helper", None)
+    assert find_abilities(from_config(config, source="config.json"), make_run()) == wanted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{**GEMMA4, "video_config": {"depth": 1}}, {**GEMMA3, "vision_config": {"model_type": "clip_vision_model"}}],
+    ids=["another tower", "another type of tower"],
+)
+def test_the_class_of_a_composite_with_an_unknown_tower_is_asked(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"model_class": "Other", "text_part": True, "absent": ["model.other"]}
+    monkeypatch.setattr(abilities, "_ask", lambda *_, **__: found)
+    model = from_config(config, source="config.json")
+    assert model.decoder is not None
+    assert find_abilities(model, make_run()).absent == ("model.other",)
+
+
+def test_a_composite_whose_class_refuses_flash_attention_keeps_the_other_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.24 refuses it for Gemma 3 and 4, whose tokens of images see each other."""
+    folder = tmp_path / "models" / "gemma4"
+    folder.mkdir(parents=True)
+    lines = (
+        "\nclass Gemma4ForConditionalGeneration(Base):\n    _supports_flash_attn = False\n\n\nclass Other:\n    pass\n"
+    )
+    (folder / "modeling_gemma4.py").write_text(lines)
+    monkeypatch.setattr(abilities, "_folder", lambda _: tmp_path)
+    monkeypatch.setattr(abilities, "cached_helper", None)
+    found = find_abilities(from_config(GEMMA4, source="config.json"), make_run())
+    assert found.attention == ("sdpa", "eager") and found.varlen_limit.startswith("does not take")
 
 
 def test_ranks_cannot_share_heads_of_two_widths() -> None:
