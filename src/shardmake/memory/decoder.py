@@ -10,8 +10,10 @@ from functools import partial
 
 from shardmake.config.attention import FLASH_KERNELS
 from shardmake.memory import size_tensors as ops
+from shardmake.memory.decoder_sizes import Decoder
 from shardmake.memory.latent_attention import Turn, project
-from shardmake.memory.model import SCORE_HEAD, TRAINED_HEAD, Decoder, is_quantized
+from shardmake.memory.linear_attention import attend
+from shardmake.memory.model import SCORE_HEAD, TRAINED_HEAD, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import GradNode, Parameter, SizeStorage, SizeTensor, Tape, TensorEvent
 
@@ -188,7 +190,7 @@ class DecoderStep:
         self.shape = self.whole.of_layers[index] if self.whole.of_layers else self.whole
         prefix, made = f"{self.shape.root}.layers.{index}", not stops_early or self.shape.layer_scalar
         names = [name and f"{prefix}.{name}.weight" for name in self.shape.norms]
-        attended = self._attention(self._norm(hidden, names[0]), f"{prefix}.self_attn", index)
+        attended = self._attention(self._norm(hidden, names[0]), prefix, index)
         attended = self._scaled(self._norm(attended, names[1]))
         hidden = ops.add(hidden, attended)
         del attended
@@ -221,9 +223,13 @@ class DecoderStep:
             return ops.cast(ops.scale_columns(normed, replace(weight, item=4), made), hidden.item, made)
         return ops.scale_columns(ops.cast(normed, hidden.item), weight, made)
 
-    def _attention(self, hidden: SizeTensor, prefix: str, index: int) -> SizeTensor:
-        shape = self.shape
+    def _attention(self, hidden: SizeTensor, layer: str, index: int) -> SizeTensor:
+        shape, prefix = self.shape, f"{layer}.self_attn"
         whole: object = None
+        if shape.linear:
+            entry = ops.scale(hidden) if self.scenario.masked else hidden  # a copy without the padded tokens
+            rows = self.scenario.micro_batch, self.scenario.row_tokens
+            return attend(shape.linear, entry, rows, self.weights, f"{layer}.linear_attn", self._linear)
         if shape.latent:
             turn: Turn = ops.turn_pairs if shape.latent.pairs else partial(self._rotary, tables=[])
             query, key, value, whole = project(shape.latent, hidden, prefix, self._linear, self._norm, turn)
@@ -236,6 +242,9 @@ class DecoderStep:
             query, key = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qk")
             value = key if shape.shares_keys else self._linear(hidden, f"{prefix}.v_proj")
         del hidden
+        if shape.gates:
+            query, gate = ops.split(query)
+            gate = ops.copy(gate)
         if shape.qk_norm != "none":
             heads = (shape.a, shape.k) if shape.qk_norm == "head" else (1, 1)
             query = self._rms_norm(query, self.weights[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
@@ -248,6 +257,8 @@ class DecoderStep:
             del tables
         self.sinks = self.weights.get(f"{prefix}.sinks")
         mixed = self._mix(query, key, value)
+        if shape.gates:
+            mixed = ops.multiply(mixed, ops.activation(gate, saves_output=True))
         del query, key, value, whole
         return ops.dropout(self._linear(mixed, f"{prefix}.o_proj"), shape.dropout[1])
 
@@ -322,8 +333,13 @@ class DecoderStep:
 
     def _mixture(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run the experts, and those that every token is sent to."""
-        out, shared = self._experts(hidden, prefix, made or self.shape.shared > 0), f"{prefix}.shared_experts"
-        return ops.add(out, self._mlp(hidden, shared, made), made) if self.shape.shared else out
+        if self.shape.gates:
+            shared = self._mlp(hidden, f"{prefix}.shared_expert", made=True)
+            out = self._experts(hidden, prefix, made=True)
+            gate = ops.activation(self._linear(hidden, f"{prefix}.shared_expert_gate"), saves_output=True)
+            return ops.add(out, ops.scale_rows(shared, gate), made)
+        out, name = self._experts(hidden, prefix, made or self.shape.shared > 0), f"{prefix}.shared_experts"
+        return ops.add(out, self._mlp(hidden, name, made), made) if self.shape.shared else out
 
     def _experts(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run transformers' ``grouped_mm_experts_forward``: rows sorted by expert, then in their order again."""

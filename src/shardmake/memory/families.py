@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from shardmake.config.attention import KERNELS, Attention
 from shardmake.memory import latent_attention
-from shardmake.memory.layer_sizes import LayerSizes, gemma4
-from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Decoder, Kind, Model, ParameterSpec, Style, is_head
+from shardmake.memory.decoder_sizes import Decoder, Style
+from shardmake.memory.decoder_tensors import decoder_tensors
+from shardmake.memory.layer_sizes import LayerSizes, gemma4, hybrid
+from shardmake.memory.linear_attention import LINEAR_SIZES
+from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Model, ParameterSpec, is_head
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,11 @@ class Family(Style):
     biases: tuple[str | bool, str | bool, str] = ("attention_bias", "attention_bias", "mlp_bias")
     """Keys of the config that give a bias to queries, keys and values, to the output of attention, and to the MLP."""
     full_every: int = 0
-    """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them."""
+    """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them.
+
+    Those of a family with `Style.projections` have linear attention.
+    """
+    lists_dense: bool = False  # layers without experts are those that mlp_layer_types lists, else the first
     rotates: Literal["all", "some", "windows"] = "all"
     """Layers with a rotary embedding: all, those that ``no_rope_layers`` marks, or those with a window."""
     table_of_each_kind: bool = False
@@ -58,10 +65,20 @@ _AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _BOTH_SIDES = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )  # fmt: skip
+_BIASES = ("attention_bias", "attention_bias", "")
 _GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _GEMMA: dict[str, Any] = {"wide_norm": True, "scaled_embedding": True}
 _GEMMA2: dict[str, Any] = {**_GEMMA, "norms": _BOTH_SIDES, "always_two_masks": True}
 _PLAIN_EXPERTS = dict.fromkeys(("output_router_logits", "router_jitter_noise"))
+NOT_TAKEN = "does not take the attention functions that others register"
+"""Why a class cannot train with varlen, which is the rest of a sentence about it."""
+_HYBRID: dict[str, Any] = {
+    "biases": _BIASES, "wide_norm": True, "qk_norm": "head", "joins_rotated": True, "gates": True,
+    "full_every": 4, "layer_sizes": hybrid, "kernels": ("flash", "sdpa", "eager"), "mixing": ("sdpa", "eager"),
+    "varlen_limit": NOT_TAKEN,
+}  # fmt: skip
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_APART, _JOINED = ("qkv", "z", "b", "a"), ("qkvz", "ba")
 
 
 def _defaults(kv_heads: int | None = None, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
@@ -73,11 +90,17 @@ def _tied(kv_heads: int, head_dim: int | None = None, **more: Any) -> dict[str, 
     return _defaults(kv_heads, head_dim, tie_word_embeddings=True, **more)
 
 
-_BIASES = ("attention_bias", "attention_bias", "")
 _LATENT = {
     "head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "rope_interleave": True,
 }  # fmt: skip
+
+
+def _hybrid(kv_heads: int, **more: Any) -> dict[str, Any]:
+    """Return the defaults of a family with linear attention, which also have the sizes of its experts."""
+    linear = dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True))
+    experts = dict.fromkeys((*_EXPERT_WIDTHS, "intermediate_size"), 512) if more else {}
+    return _defaults(kv_heads, 256, partial_rotary_factor=0.25, **linear, **experts, **more)
 
 
 FAMILIES: dict[str, Family] = {
@@ -100,7 +123,7 @@ FAMILIES: dict[str, Family] = {
             4, 256, num_attention_heads=8, vocab_size=262_144, max_position_embeddings=131_072, global_head_dim=512,
             hidden_size_per_layer_input=256,
         ),
-        ("attention_bias", "attention_bias", ""), **_GEMMA2, qk_norm="head", full_every=6, layer_sizes=gemma4,
+        _BIASES, **_GEMMA2, qk_norm="head", full_every=6, layer_sizes=gemma4,
         value_norm=True, layer_scalar=True, layer="TextDecoderLayer", last_is_full=True,
         plain={"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "sliding_window_pattern": 6}
         | dict.fromkeys(("num_kv_shared_layers", "enable_moe_block", "per_layer_config")),
@@ -156,9 +179,9 @@ FAMILIES: dict[str, Family] = {
         "Glm4MoeLite",
         _LATENT | _defaults(
             q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
-            moe_intermediate_size=1536, n_shared_experts=1, first_k_dense_replace=1,
+            moe_intermediate_size=1536, n_shared_experts=1,
         ),
-        _BIASES, experts="sigmoid", plain={**_PLAIN_EXPERTS, "first_k_dense_replace": 1},
+        _BIASES, experts="sigmoid", plain=_PLAIN_EXPERTS, lists_dense=True,
     ),
     "youtu": Family("Youtu", _LATENT | {"tie_word_embeddings": True}, _BIASES),
     "gpt_oss": Family(
@@ -172,10 +195,16 @@ FAMILIES: dict[str, Family] = {
         expert_width="intermediate_size", plain=_PLAIN_EXPERTS, kernels=("flash", "eager"), mixing=("eager",),
         varlen_limit=_SCORES.format("s_aux"),
     ),
+    "qwen3_5_text": Family("Qwen3_5", _hybrid(4), **_HYBRID, projections=_APART),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5Moe", _hybrid(2, num_experts=256, num_experts_per_tok=8), **_HYBRID, projections=_APART,
+        experts="softmax first", plain=_PLAIN_EXPERTS,
+    ),
+    "qwen3_next": Family(
+        "Qwen3Next", _hybrid(2, num_experts=512, num_experts_per_tok=10), **_HYBRID, projections=_JOINED,
+        experts="softmax first", plain={**_PLAIN_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": None},
+    ),
 }  # fmt: skip
-_NAMES = ("Gemma3", "Gemma4", "Kimi_K25", "Mistral3")
-COMPOSITES = {name.lower(): f"{name}ForConditionalGeneration" for name in _NAMES}
-"""Classes of composite models whose text part, of a family, is ``model.language_model`` beside their towers."""
 
 
 OPTIONAL_SIZES = (
@@ -209,7 +238,7 @@ def written_down(family: Family, config: Mapping[str, Any], source: str, root: s
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
-        tensors=tuple(_decoder_tensors(decoder, family, values)),
+        tensors=_tensors(decoder, family, values),
         tied=bool(values.get("tie_word_embeddings")),
         buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + scalars + corrections,
         block_classes=(f"{family.name}{family.layer}",),
@@ -221,6 +250,12 @@ def written_down(family: Family, config: Mapping[str, Any], source: str, root: s
         source=source,
         kinds=tuple(map(layers.index, layers)),
     )
+
+
+def _tensors(decoder: Decoder, family: Family, values: Mapping[str, Any]) -> tuple[ParameterSpec, ...]:
+    biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
+    tied = bool(values.get("tie_word_embeddings"))
+    return tuple(decoder_tensors(decoder, biases, values["intermediate_size"], tied))
 
 
 @lru_cache(maxsize=MODELS)
@@ -235,7 +270,7 @@ def part_of(model: Model, ranks: int) -> Model:
     shape = model.decoder
     decoder = replace(shape, a=shape.a // ranks, k=shape.k // ranks, f=ceil(shape.f / ranks))
     family = FAMILIES[model.model_type]
-    tensors = _decoder_tensors(decoder, family, _filled(family, model.config))
+    tensors = _tensors(decoder, family, _filled(family, model.config))
     rows = (ceil(shape.v / ranks), shape.h)
     divides_embedding = model.tied and not shape.scaled_embedding
     parts = tuple(
@@ -260,21 +295,6 @@ def as_classifier(model: Model) -> Model:
     )
 
 
-def text_part(config: Mapping[str, Any], source: str) -> Model | None:
-    """Return the text part of the composite model that ``config`` describes; None if it is not written down."""
-    text, architecture = config.get("text_config"), COMPOSITES.get(config["model_type"])
-    if architecture is None or not isinstance(text, Mapping):
-        return None
-    if (config["model_type"], text.get("model_type")) == ("kimi_k25", "kimi_k2"):
-        text = {**text, "model_type": "deepseek_v3"}  # as transformers does
-    family = family_of(text)
-    if family is None or not gives_sizes(family, text):
-        return None
-    tied = config.get("tie_word_embeddings", True)
-    model = written_down(family, {**text, "tie_word_embeddings": tied}, source, "model.language_model")
-    return replace(model, model_type=config["model_type"], architecture=architecture, config=config)
-
-
 def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     """Return True if all sizes follow from ``config`` and are possible."""
     values = _filled(family, config)
@@ -283,11 +303,22 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
     if family.experts == "sigmoid":
         sizes.append(values.get("n_shared_experts"))
-    sizes += [values[name] for name in ("q_lora_rank", *latent_attention.SIZES) if name in family.defaults]
+    more = ("q_lora_rank", *latent_attention.SIZES, *LINEAR_SIZES, "shared_expert_intermediate_size")
+    sizes += [values[name] for name in more if name in family.defaults]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         return False
-    layers, kinds = values["num_hidden_layers"], values.get("mlp_layer_types")
-    return layers <= MOST_LAYERS and kinds in (None, ["dense", *["sparse"] * (layers - 1)])
+    layers, dense = values["num_hidden_layers"], _dense(family, values)
+    listed = values.get("mlp_layer_types") if family.lists_dense else None
+    in_order = isinstance(dense, int) and listed in (None, ["dense"] * dense + ["sparse"] * (layers - dense))
+    return in_order and layers <= MOST_LAYERS
+
+
+def _dense(family: Family, values: Mapping[str, Any]) -> Any:
+    """Return the number of first layers without experts."""
+    if not family.lists_dense:
+        return values.get("first_k_dense_replace", 0)
+    listed = values.get("mlp_layer_types")
+    return listed.count("dense") if isinstance(listed, list) else 1
 
 
 def _count(values: Mapping[str, Any]) -> Any:
@@ -324,23 +355,32 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
         table_width=(latent and config.get("head_dim"))
         or rotated * (len({*kinds}) if family.table_of_each_kind else 1),
         caps_logits=family.softcaps,
-        masks=2 if family.always_two_masks else len({*kinds}),
+        masks=2 if family.always_two_masks else 1 if family.projections else len({*kinds}),
         count=_count(values),
         chosen=values.get("num_experts_per_tok", 0),
-        dense=values.get("first_k_dense_replace", 0),
-        shared=values.get("n_shared_experts", 0) * values.get(family.expert_width, 0),
+        dense=_dense(family, values),
+        shared=_shared(family, values),
         dropout=(values.get("attention_dropout", 0.0), values.get("residual_dropout", 0.0)),
         latent=latent,
     )
     return family.layer_sizes(decoder, values, kinds) if family.layer_sizes else decoder
 
 
+def _shared(family: Family, values: Mapping[str, Any]) -> int:
+    """Return the features of the experts that every token is sent to."""
+    if family.gates:
+        return int(values.get("shared_expert_intermediate_size", 0))
+    return int(values.get("n_shared_experts", 0) * values.get(family.expert_width, 0))
+
+
 def _kinds(family: Family, config: Mapping[str, Any]) -> list[str]:
     """Return the kind of attention of each layer, of a family that has several."""
     layers, every = config["num_hidden_layers"], family.full_every
-    if every and isinstance(given := config.get("sliding_window_pattern"), int):
+    pattern = "full_attention_interval" if family.projections else "sliding_window_pattern"
+    if every and isinstance(given := config.get(pattern), int):
         every = given
-    default = ("sliding_attention" if every and (index + 1) % every else "full_attention" for index in range(layers))
+    other = "linear_attention" if family.projections else "sliding_attention"
+    default = (other if every and (index + 1) % every else "full_attention" for index in range(layers))
     kinds = list((family.full_every and config.get("layer_types")) or default)[:layers]
     return [*kinds[:-1], "full_attention"] if family.last_is_full else kinds
 
@@ -353,69 +393,3 @@ def _unrotated(family: Family, config: Mapping[str, Any], kinds: list[str]) -> I
             yield index
         if family.rotates == "some" and not (marks[index] if marks else (index + 1) % every):
             yield index
-
-
-def _decoder_tensors(shape: Decoder, family: Family, values: Mapping[str, Any]) -> Iterator[ParameterSpec]:
-    yield ParameterSpec(f"{shape.root}.embed_tokens.weight", (shape.v, shape.h), "embedding")
-    for block in range(shape.layers):
-        sizes = shape.of_layers[block] if shape.of_layers else shape
-        for name, size, kind in _block_tensors(sizes, family, values, block):
-            yield ParameterSpec(f"{shape.root}.layers.{block}.{name}", size, kind, block)
-    yield ParameterSpec(f"{shape.root}.norm.weight", (shape.h,), "norm")
-    if not values.get("tie_word_embeddings"):
-        yield ParameterSpec("lm_head.weight", (shape.v, shape.h), "linear")
-
-
-def _block_tensors(
-    shape: Decoder, family: Family, values: Mapping[str, Any], block: int
-) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
-    q, kv = shape.a * shape.d, shape.k * shape.d
-    biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
-    if shape.latent:
-        for name, size in shape.latent.weights(shape.h, shape.a):
-            yield f"self_attn.{name}.weight", size, "linear" if len(size) == 2 else "norm"
-            if biases[0] and "_a_proj" in name:
-                yield f"self_attn.{name}.bias", size[:1], "linear"
-        q = shape.a * shape.latent.value
-    else:
-        parts = {"q": q, "k": kv} if shape.shares_keys else {"q": q, "k": kv, "v": kv}
-        parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else parts
-        for name, rows in parts.items():
-            yield from _linear(f"self_attn.{name}_proj", rows, shape.h, biases[0])
-    yield from _linear("self_attn.o_proj", shape.h, q, biases[1])
-    if shape.qk_norm != "none":
-        widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)
-        for part, width in zip("qk", widths, strict=True):
-            yield f"self_attn.{part}_norm.weight", (width,), "norm"
-    if shape.sinks:
-        yield "self_attn.sinks", (shape.a,), "other"
-    mlp, width = "mlp", values["intermediate_size"] if shape.experts else shape.f
-    if shape.experts and block >= shape.dense:
-        yield from ((f"mlp.{name}", size, "other") for name, size in _mixture_tensors(shape))
-        mlp, width = "mlp.shared_experts", shape.shared
-    if width:
-        halves = {"gate_up": 2 * width} if "gate" in family.fused else {"gate": width, "up": width}
-        for name, rows in halves.items():
-            yield from _linear(f"{mlp}.{name}_proj", rows, shape.h, biases[2])
-        yield from _linear(f"{mlp}.down_proj", shape.h, width, biases[2])
-    for name in filter(None, shape.norms):
-        yield f"{name}.weight", (shape.h,), "norm"
-
-
-def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
-    yield f"{name}.weight", (rows, columns), "linear"
-    if bias:
-        yield f"{name}.bias", (rows,), "linear"
-
-
-def _mixture_tensors(shape: Decoder) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the weights of a layer's router and experts."""
-    has_biases = shape.experts == "softmax last"  # then the matrices are transposed, too
-    router = "router" if has_biases else "gate"
-    yield f"{router}.weight", (shape.count, shape.h)
-    if has_biases:
-        yield f"{router}.bias", (shape.count,)
-    for name, sides in (("gate_up", (2 * shape.f, shape.h)), ("down", (shape.h, shape.f))):
-        yield f"experts.{name}_proj", (shape.count, *(sides[::-1] if has_biases else sides))
-        if has_biases:
-            yield f"experts.{name}_proj_bias", (shape.count, sides[0])

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardmake.memory.model import Decoder
+from shardmake.memory.decoder_sizes import Decoder
+from shardmake.memory.linear_attention import LinearAttention
 
 LayerSizes = Callable[[Decoder, Mapping[str, Any], Sequence[str]], Decoder]
 """A function from the sizes of a model, its config and each layer's kind of attention to the sizes with all layers."""
@@ -19,3 +20,9 @@ def gemma4(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) ->
     of_kinds = {kind: decoder if kind == "sliding_attention" else full for kind in kinds}
     tables = sum(one.rotated for one in of_kinds.values())
     return replace(decoder, of_layers=tuple(map(of_kinds.__getitem__, kinds)), table_width=tables)
+
+
+def hybrid(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) -> Decoder:
+    """Return ``decoder`` with linear attention in all layers but those that attend to all tokens."""
+    linear = replace(decoder, linear=LinearAttention.read(values, decoder.projections))
+    return replace(linear, of_layers=tuple(decoder if kind == "full_attention" else linear for kind in kinds))

@@ -12,15 +12,14 @@ from typing import Any
 
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
+from shardmake.memory.composites import COMPOSITES, text_part
 from shardmake.memory.families import (
-    COMPOSITES,
     FAMILIES,
     MOST_LAYERS,
     OPTIONAL_SIZES,
     SIZE_FIELDS,
     family_of,
     gives_sizes,
-    text_part,
     written_down,
 )  # fmt: skip
 from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_request, tensors_from_json

@@ -7,7 +7,8 @@ of the experts. What is not a matrix, such as a convolution or a scan, is not th
 
 from shardmake.memory import size_tensors as ops
 from shardmake.memory.decoder import DecoderStep, weights_of
-from shardmake.memory.model import SCORE_HEAD, Decoder, matrix_share
+from shardmake.memory.decoder_sizes import Decoder
+from shardmake.memory.model import SCORE_HEAD, matrix_share
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.size_tensors import SizeTensor, TensorEvent
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.config.attention import KERNELS, Attention, head_limit
+from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.families import COMPOSITES, FAMILIES
-from shardmake.memory.model import Decoder, Model, inventory_request
+from shardmake.memory.composites import COMPOSITES, absent_towers, text_type
+from shardmake.memory.decoder_sizes import Decoder
+from shardmake.memory.families import FAMILIES, NOT_TAKEN
+from shardmake.memory.model import Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
@@ -97,10 +99,10 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
         _check_activation(model.text_config, model.source)
-    if model.decoder is not None and model.model_type not in COMPOSITES:
-        abilities = _of_family(model, model.decoder)
-    else:  # the kernels of a composite are those of its towers too: transformers 5.24 has fewer for Gemma 3
+    if model.decoder is None or not _is_known(model):
         abilities = _of_class(model, run)
+    else:
+        abilities = _of_family(model, model.decoder)
     if run.script and abilities.text_part:
         raise ModelError(
             f"script cannot be used for {model.source}, a composite model: of its towers "
@@ -108,6 +110,19 @@ def find_abilities(model: Model, run: Run) -> Abilities:
             "Remove script, so that the text part is trained, or name a text model."
         )
     return abilities
+
+
+def _is_known(model: Model) -> bool:
+    """Return True for a model of text alone, and for a composite of known towers whose class is in transformers."""
+    is_composite = model.model_type in COMPOSITES
+    return not is_composite or (absent_towers(model.config) is not None and bool(_class_body(model)))
+
+
+def _class_body(model: Model) -> str:
+    """Return the source of the class of ``model``; empty if transformers does not have it."""
+    file = _folder("transformers") / "models" / model.model_type / f"modeling_{model.model_type}.py"
+    text = file.read_text() if file.is_file() else ""
+    return text.partition(f"\nclass {model.architecture}(")[2].partition("\nclass ")[0]
 
 
 def _of_class(model: Model, run: Run) -> Abilities:
@@ -122,12 +137,27 @@ def _of_class(model: Model, run: Run) -> Abilities:
 
 def _of_family(model: Model, decoder: Decoder) -> Abilities:
     """Return what a ``model`` of a family can do; raise a `ModelError` if its files have a layout of their own."""
-    family = FAMILIES[model.text_config["model_type"]]
+    is_part, family = model.model_type in COMPOSITES, FAMILIES[text_type(model.text_config)]
     limit = family.varlen_limit or _decoder_limit(decoder)
-    kernels = tuple(kernel for kernel in family.kernels if not (limit and kernel == "varlen"))
-    if decoder.experts and huggingface.recognise(Path(model.source).parent):
+    barred: tuple[Attention, ...] = ("varlen",) if limit else ()
+    if is_part and "_supports_flash_attn = False" in _class_body(model):  # of Gemma, since transformers 5.24
+        limit, barred = NOT_TAKEN, FLASH_KERNELS
+    kernels = tuple(kernel for kernel in family.kernels if kernel not in barred)
+    if _may_be_renamed(model, decoder):
         _ask(model, model.trust_remote_code, "layout")  # a merge must be able to write it
-    return Abilities(model.architecture, kernels, family.mixing, limit)
+    absent = absent_towers(model.config) or () if is_part else ()
+    return Abilities(model.architecture, kernels, family.mixing, limit, text_part=is_part, absent=absent)
+
+
+def _may_be_renamed(model: Model, decoder: Decoder) -> bool:
+    """Return True if files beside the config hold a mixture, or weights under other names than the class.
+
+    A class of text alone with plain attention has the names of its files.
+    """
+    folder, is_part = Path(model.source).parent, model.model_type in COMPOSITES
+    if not (decoder.experts or decoder.linear or is_part) or not huggingface.recognise(folder):
+        return False
+    return bool(decoder.experts) or not {tensor.name for tensor in model.tensors} <= {*huggingface.weight_names(folder)}
 
 
 def has_plain_head(model: Model) -> bool:
@@ -141,7 +171,7 @@ def attends_in_kernel(model: Model) -> bool:
     """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
     if (decoder := model.decoder) is not None:  # DeepSpeed takes heads of one width and number (``ulysses_sp.py``)
         sizes = {(one.k, one.d, one.width) for one in (decoder, *decoder.of_layers)}
-        return not decoder.sinks and len(sizes) == 1 and decoder.width == decoder.d
+        return not (decoder.sinks or decoder.linear) and len(sizes) == 1 and decoder.width == decoder.d
     return bool(_ask(model, model.trust_remote_code, "tokens")["in_kernel"])
 
 

@@ -17,6 +17,7 @@ from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
 from shardmake.memory import parameter_inventory as inventory
+from shardmake.memory.families import NOT_TAKEN
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
 from shardmake.plan.small_config import Narrow, shrunk
 from shardmake.run.adapter_settings import AdapterSettings
@@ -61,7 +62,7 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
     model = _build(kind, config, source)
     _files_layout(model, source)
     kernels = [kernel for kernel in KERNELS if _supports(model, kernel)]
-    limit, mixes = "does not take the attention functions that others register", False
+    limit, mixes = NOT_TAKEN, False
     if "varlen" in kernels:
         limit, mixes = _try_varlen(kind, config)
     unusable = ["varlen"] * bool(limit) + ["sdpa"] * ("(softcap)" in limit and _sdpa_ignores_softcap())

@@ -180,8 +180,7 @@ def _forward(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> tuple[fl
     peak = hardware.flops(scenario.precision, tf32=scenario.tf32)
     head = model.head
     matmul = peak * _MATMUL[generation] * wide * tokens / (tokens + _HALF_TOKENS[generation])
-    width = model.decoder.a * model.decoder.width if model.decoder else model.hidden_size
-    attention = 4 * tokens * len(model.blocks) * width * scenario.sequence_length / 2
+    attention = 4 * tokens * model.attention_width * scenario.sequence_length / 2
     if _skips_nothing(scenario):
         attention *= 2
     rate = kernel.wide if (model.decoder.d if model.decoder else 128) >= 96 else kernel.narrow

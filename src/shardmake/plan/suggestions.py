@@ -200,7 +200,7 @@ def _kept(settings: ResolvedRun, chosen: Candidate) -> str:
 def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
     """Return what keeps the steps of ``chosen``, up to rounding, and whose gain the model of the step does not know."""
     run, decoder = settings.run, settings.model.decoder
-    is_dense = decoder is not None and not decoder.experts and not settings.abilities.text_part
+    is_dense = decoder is not None and not (decoder.experts or decoder.linear or settings.abilities.text_part)
     if run.torch_compile or run.script is not None or not is_dense or not _runs_triton(settings):
         return []
     resolved = _resolve_with(settings, "torch_compile", True)

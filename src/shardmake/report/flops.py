@@ -48,8 +48,7 @@ def flops_per_token(model: Model, method: Method, context: float) -> float:
     """
     weights = matrix_weights(model)
     per_weight = 4 if METHODS[method].has_adapters else 6
-    all_heads = model.decoder.a * model.decoder.width if model.decoder else model.hidden_size
-    return per_weight * weights + 12 * len(model.blocks) * all_heads * context
+    return per_weight * weights + 12 * model.attention_width * context
 
 
 def mean_context(rundir: RunDir) -> float:

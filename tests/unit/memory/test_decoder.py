@@ -53,6 +53,13 @@ _YOUTU = {"model_type": "youtu", **_LATENT}
 _EXPERTS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4} | {
     "moe_intermediate_size": 256
 }
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 64,
+    "linear_num_key_heads": 8, "linear_key_head_dim": 64, "linear_num_value_heads": 16, "linear_value_head_dim": 64,
+}  # fmt: skip
+_SHARED = {"num_experts": 16, "num_experts_per_tok": 4} | dict.fromkeys(
+    ("moe_intermediate_size", "shared_expert_intermediate_size"), 256
+)
 _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 64, "tie_word_embeddings": False, **_WINDOWS},
     "gemma4_text": {**_GEMMA4, "tie_word_embeddings": False},
@@ -80,6 +87,9 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
     "gemma4": {"text_config": {**SIZES, "model_type": "gemma4_text", **_GEMMA4}},
     "kimi_k25": {"text_config": {**SIZES, "model_type": "kimi_k2", **_LATENT, **_EXPERTS, "first_k_dense_replace": 2}},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, **_SHARED},
+    "qwen3_next": {**_HYBRID, **_SHARED},
 }
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 
@@ -117,6 +127,17 @@ CASES |= {
     "youtu lora on the narrow rows": scenario(_YOUTU, method="lora", lora_targets=("q_a_proj", "kv_a_proj_with_mqa")),
     "deepseek_v3 with the chunked loss": scenario({"model_type": "deepseek_v3", **_LATENT, **_EXPERTS}, loss="chunked"),
     "tied": scenario({"tie_word_embeddings": True}),
+}
+CASES |= {
+    "qwen3_5 in fp32": scenario({"model_type": "qwen3_5_text", **_HYBRID}, precision="fp32"),
+    "qwen3_5 in 4 bits": scenario({"model_type": "qwen3_5_text", **_HYBRID}, method="qlora", **AUTOCAST),
+    "qwen3_5 with padded chunks": scenario({"model_type": "qwen3_5_text", **_HYBRID}, sequence_length=500),
+    "qwen3_5 with as many keys as values": scenario(
+        {"model_type": "qwen3_5_text", **_HYBRID, "linear_num_key_heads": 16}
+    ),
+    "qwen3_next with wider values": scenario(
+        {"model_type": "qwen3_next", **_HYBRID, **_SHARED, "linear_value_head_dim": 96}, checkpointing=True
+    ),
 }
 CASES |= {
     f"{kind}{name}": scenario({"model_type": kind, "num_hidden_layers": LAYERS, **_UNLIKE[kind]}, **settings)

@@ -5,8 +5,9 @@ import pytest
 from shardmake.core.errors import ModelError
 from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
+from shardmake.memory.composites import COMPOSITES
 from shardmake.memory.estimate import gpu_memory
-from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier, family_of, gives_sizes
+from shardmake.memory.families import FAMILIES, as_classifier, family_of, gives_sizes
 from shardmake.memory.model import count_rates, find_frozen, find_rates, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -19,6 +20,8 @@ LATENT = {
 }  # fmt: skip
 OF_CLASS = ("intermediate_size", "num_attention_heads")
 """Sizes that a config of these types may leave to the defaults of its class (``...``)."""
+HYBRID = {"num_hidden_layers": 5, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 16}
 VARIANTS = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -54,9 +57,17 @@ VARIANTS = [
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "n_shared_experts": 2, "head_dim": 48},
     {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 1, **dict.fromkeys(OF_CLASS, ...)},
     {"model_type": "glm4_moe_lite", **LATENT, "hidden_size": 66},
-    {"model_type": "glm4_moe_lite", **LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    {"model_type": "glm4_moe_lite", **LATENT, "first_k_dense_replace": 0},
+    {"model_type": "glm4_moe_lite", **LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "dense", "sparse"]},
+    {"model_type": "glm4_moe_lite", **LATENT, "mlp_layer_types": ["sparse", "sparse"]},
     {"model_type": "youtu", **LATENT, "attention_bias": True},
     {"model_type": "youtu", "num_key_value_heads": 4, "q_lora_rank": None, "tie_word_embeddings": False},
+    {"model_type": "qwen3_5_text", **HYBRID, "attention_bias": True},
+    {"model_type": "qwen3_5_moe_text", **HYBRID, **HYBRID_EXPERTS},
+    {"model_type": "qwen3_next", **HYBRID, **HYBRID_EXPERTS, "full_attention_interval": 2},
+    {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", **SIZES, **HYBRID}},
+    {"model_type": "qwen3_5_moe", "tie_word_embeddings": True}
+    | {"text_config": {"model_type": "qwen3_5_moe_text", **SIZES, **HYBRID, **HYBRID_EXPERTS}},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES}},
     {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", **SIZES, **NO_INPUTS}},
     {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2", **SIZES, **LATENT}},
@@ -95,7 +106,7 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"mlp_layer_types": ["sparse", "dense"]}, {"first_k_dense_replace": 2}, {"output_router_logits": True},
+        {"mlp_layer_types": ["sparse", "dense"]}, {"mlp_layer_types": ["dense"]}, {"mlp_layer_types": 1}, {"output_router_logits": True},
         {"n_shared_experts": 0}, {"v_head_dim": "10"}, {"model_type": "dots1", "sliding_window": 64},
     ],
     ids=str,
@@ -116,6 +127,24 @@ def test_a_gemma4_of_another_kind_is_built(change: dict) -> None:
     config = {**SIZES, "model_type": "gemma4_text", "use_bidirectional_attention": "vision", **NO_INPUTS}
     written, other = (family_of(one) for one in (config, {**config, **change}))
     assert written is not None and (other is None or not gives_sizes(other, {**config, **change}))
+
+
+def test_of_a_hybrid_some_layers_attend_to_all_tokens() -> None:
+    """Defaults and the sizes below are those of Qwen3-Next-80B-A3B."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "vocab_size": 151_936}
+    model = from_config({"model_type": "qwen3_next", **sizes})
+    assert model.parameters == 79_674_391_296
+    assert model.attention_width == 12 * 16 * 256
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"output_router_logits": True}, {"layer_types": ["other"]}],
+    ids=str,
+)
+def test_what_a_record_does_not_describe_is_traced(values: dict) -> None:
+    config = {**SIZES, "model_type": "qwen3_next"}
+    assert family_of(config) is not None and family_of({**config, **values}) is None
 
 
 def test_every_family_has_a_variant_here() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -19,7 +21,8 @@ from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.fetch import dequantize
-from shardmake.memory.families import COMPOSITES, FAMILIES
+from shardmake.memory.composites import COMPOSITES
+from shardmake.memory.families import FAMILIES
 from shardmake.memory.read_config import from_config, read_model
 from shardmake.plan import abilities, inspect_model, resolve
 from shardmake.plan.abilities import Abilities, describe_quantized_base, find_abilities
@@ -105,11 +108,12 @@ def answer(config: dict[str, Any], targets: str | list[str] | None = None, metho
 def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str) -> None:
     config = {**SIZES, "head_dim": 8, "pad_token_id": 0, "logits_scaling": 8.0, "model_type": family}
     config |= {"global_head_dim": 8, "hidden_size_per_layer_input": 0}
+    config |= {"full_attention_interval": 3}  # so that one layer of Qwen3-Next has full attention
     if family in ("dots1", "deepseek_v3", "glm4_moe_lite", "youtu", "kimi_k25"):
         config |= {**DEEPSEEK, "n_shared_experts": 1, "num_experts_per_tok": 2, "model_type": family}
     if family in COMPOSITES:
-        types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3"}
-        text = {**config, "model_type": types.get(family, "mistral")}
+        types = {"kimi_k25": "deepseek_v3", "mistral3": "mistral"}
+        text = {**config, "model_type": types.get(family, f"{family}_text")}
         config = {"model_type": family, "text_config": text, "vision_config": {"num_hidden_layers": 1}}
     model = from_config(config, source="config.json")
     assert model.decoder is not None
@@ -119,6 +123,55 @@ def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str)
     assert replace(written, varlen_limit="") == replace(asked, varlen_limit="")
     assert abilities.has_plain_head(model) == ask(config, "head")["plain"]
     assert abilities.attends_in_kernel(model) == ask(config, "tokens")["in_kernel"]
+
+
+GEMMA4 = {
+    "model_type": "gemma4", "vision_config": {"num_hidden_layers": 1}, "audio_config": {"num_hidden_layers": 1},
+    "text_config": {"model_type": "gemma4_text", **SIZES, "hidden_size_per_layer_input": 0, "head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"audio_config": None}, {"vision_config": None, "audio_config": None}], ids=str
+)
+def test_of_a_known_composite_only_the_source_of_its_class_is_read(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**GEMMA4, **changes}
+    wanted = answer(config)
+    monkeypatch.setattr(abilities, "cached_helper", None)
+    assert find_abilities(from_config(config, source="config.json"), make_run()) == wanted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{**GEMMA4, "video_config": {"depth": 1}}, {**GEMMA3, "vision_config": {"model_type": "clip_vision_model"}}],
+    ids=["another tower", "another type of tower"],
+)
+def test_the_class_of_a_composite_with_an_unknown_tower_is_asked(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"model_class": "Other", "text_part": True, "absent": ["model.other"]}
+    monkeypatch.setattr(abilities, "_ask", lambda *_, **__: found)
+    model = from_config(config, source="config.json")
+    assert model.decoder is not None
+    assert find_abilities(model, make_run()).absent == ("model.other",)
+
+
+def test_a_composite_whose_class_refuses_flash_attention_keeps_the_other_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.24 refuses it for Gemma 3 and 4, whose tokens of images see each other."""
+    folder = tmp_path / "models" / "gemma4"
+    folder.mkdir(parents=True)
+    lines = (
+        "\nclass Gemma4ForConditionalGeneration(Base):\n    _supports_flash_attn = False\n\n\nclass Other:\n    pass\n"
+    )
+    (folder / "modeling_gemma4.py").write_text(lines)
+    monkeypatch.setattr(abilities, "_folder", lambda _: tmp_path)
+    monkeypatch.setattr(abilities, "cached_helper", None)
+    found = find_abilities(from_config(GEMMA4, source="config.json"), make_run())
+    assert found.attention == ("sdpa", "eager") and found.varlen_limit.startswith("does not take")
 
 
 def test_ranks_cannot_share_heads_of_two_widths() -> None:
@@ -139,6 +192,19 @@ def test_the_files_of_a_mixture_must_have_a_layout_that_a_merge_can_write(
     assert model.decoder is not None
     with pytest.raises(ModelError, match=r"its files hold model\.layers\.0\.twice, model\.layers\.1\.twice"):
         find_abilities(model, make_run())
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_files_of_a_hybrid_that_name_its_weights_as_its_class_does_are_not_converted(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(abilities, "_ask", lambda *request: asked.append(request[2]))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", **SIZES}))
+    model = read_model(str(tmp_path))
+    save_file({prefix + tensor.name: torch.zeros(1) for tensor in model.tensors}, tmp_path / "model.safetensors")
+    assert find_abilities(model, make_run()).model_class == "Qwen3_5ForCausalLM"
+    assert asked == ["layout"] * bool(prefix)
 
 
 @pytest.mark.parametrize(
