@@ -4,6 +4,7 @@ Run it from the repository's root after every change of `shardmake.config.models
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,76 +13,15 @@ from shardmake.config.models import Cluster, Config, Section
 from shardmake.config.schema import Schema, SchemaNode
 from shardmake.core.atomic import write_text
 
-A100_CLUSTER = """\
-# yaml-language-server: $schema=../../workflow/schemas/cluster.schema.json
-executor: slurm
-accelerator: a100-80gb
-max_nodes: 4
-processes_per_node: 4       # GPUs per node
-cpus_per_node: 64
-memory_gib_per_node: 480    # a little less than the node has: the operating system needs some
-nvme_path: /local/scratch
-nvme_gib_per_node: 3000
-inter_node_gbps: 25         # one 200 Gbit/s link
-network_interface: ib0
-internet_on_compute_nodes: false
-scratch: /local/scratch
-env:
-  NCCL_IB_HCA: mlx5_0
-slurm:
-  partition: gpu
-  account: lab-nlp
-  time_limit: "1-00:00:00"
-  gpu_type: a100
-  cpu_partition: cpu        # data and consolidate need no GPU
-  setup:
-    - module load cuda/13.0
-  extra:
-    reservation: course
-"""
-A100_CONFIG = """\
-# yaml-language-server: $schema=../workflow/schemas/config.schema.json
-cluster: config/clusters/a100.yaml
-runs:
-  qwen-32b-support:                         # every weight is trained
-    model: Qwen/Qwen2.5-32B-Instruct
-    data:
-      train: /data/support/conversations    # a folder of Parquet files with a messages column
-      eval: /data/support/held-out.jsonl
-    sequence_length: 8192
-    global_batch_size: 64
-    epochs: 2
-    learning_rate: 1.0e-5
-    checkpoints:
-      every_steps: 50
-    eval_every_steps: 50
-    evaluation:
-      prompts:
-        - How do I reset my password?
-    push:
-      to: [file:/models/qwen-32b-support, hub:our-lab/qwen-32b-support]
-  qwen-32b-adapters:                        # the same with adapters on one node, to compare
-    base: qwen-32b-support
-    learning_rate: 2.0e-4
-    method: lora
-    lora:
-      rank: 32
-      alpha: 64
-    nodes: 1
-    push:
-      to: hub:our-lab/qwen-32b-support-lora
-"""
-
 _INTRODUCTION = """\
 <!-- Written by `python -m tools.config_reference` from src/shardmake/config/models.py; edit there. -->
 # Configuration
 
-`config/config.yaml` describes the runs: model, data, training and destination. A file in `config/clusters/` describes
-the machine for all users. Shardmake determines everything else: strategy, nodes, micro batch, memory and cores of
-each job; `snakemake --profile slurm plan` shows the choice and its reason. Both files are validated before anything
-is queued. A message names the key, the value, the allowed values and the nearest spelling. Editors with a YAML
-language server complete keys if the first line names the schema, as in the demo's `config/config.yaml` and
-`config/clusters/local.yaml`.
+`config/config.yaml` describes the runs, and a file in `config/clusters/` the machine for all users. Shardmake
+determines everything else: strategy, nodes, micro batch, memory and cores of each job; `snakemake --profile slurm plan`
+shows the choice and its reason. Both files are validated before anything is queued. Editors with a YAML language server
+complete keys if the first line names the schema, as in the demo's. `docs/reference/recipes.md` has complete files for
+models and clusters, and `config/clusters/sites/` cluster files of ten sites.
 
 ## Your own files and values
 
@@ -92,17 +32,15 @@ snakemake --profile slurm --config 'runs={docs-chat: {learning_rate: 1.0e-4}}'  
 ```
 
 Targets such as `plan` stand before `--configfile`, which takes every word after it and replaces `config/config.yaml`.
-Relative paths start at the folder in which Snakemake runs. `~` and environment variables in paths are expanded; an
-unknown one is an error.
+Relative paths start at the folder in which Snakemake runs; `~` and environment variables in paths are expanded.
 
 Every stage reads what Snakemake merged, from a file in `.snakemake/shardmake` that no other invocation changes; with a
-password in the configuration, from `~/.cache/shardmake/config`, which only you can read. By hand, `shardmake STAGE NAME
---config FILE` reads FILE (may be repeated), or the file in `SHARDMAKE_CONFIG`, or else `config/config.yaml`.
+password in it, from `~/.cache/shardmake/config`, which only you can read. By hand, `shardmake STAGE NAME --config FILE`
+reads FILE (may be repeated), or the file in `SHARDMAKE_CONFIG`, or else `config/config.yaml`.
 
 ## Several runs
 
-`defaults` has the values of every run, and `base` names another run whose values a run has. A run says only what
-differs:
+`defaults` has the values of every run; `base` names a run whose values a run has, unless it sets them:
 
 ```yaml
 cluster: config/clusters/local.yaml
@@ -127,13 +65,11 @@ runs:
 ```
 
 Sections are merged key by key; a list replaces a list. `null` removes an inherited value or section, as in
-`max_steps: null` beside `epochs: 3`, and `lora: null` beside `method: full`.
-`shardmake config NAME` prints every value of a run and its origin.
+`max_steps: null` beside `epochs: 3`. `shardmake config NAME` prints every value of a run and its origin.
 
 A `sweep` makes one run for each point: here the six runs `rates-lr1e-3-s1` to `rates-lr2e-3-s3`, and no run `rates`. A
 list of points takes no product: `sweep: [{learning_rate: 1.0e-3, seed: 1}, {learning_rate: 2.0e-3, seed: 2}]`. A key
-inside a section is written with dots (`lora.rank`) or as a section. The name of a run depends on its own point alone,
-so adding points changes no other run.
+inside a section is written with dots (`lora.rank`) or as a section. Adding points changes no other run.
 
 YAML converts some values: `on`, `off`, `yes` and `no` are true or false unless quoted; `12:00:00` without quotes is
 the number 43200; `5e-4` is text in YAML 1.1, which Shardmake reads as a number.
@@ -142,9 +78,9 @@ the number 43200; `5e-4` is text in YAML 1.1, which Shardmake reads as a number.
 _DATA = """\
 ## Formats of the data
 
-`docs/reference/models-and-data.md` has an example of each format. The model learns the assistant's messages (`chat`,
+`docs/reference/models-and-data.md` has an example of each. The model learns the assistant's messages (`chat`,
 `sharegpt`), `output` (`alpaca`), `completion`, or all of a `text`. The format follows from the columns; if they fit
-several formats, `format` must name one. Other names of columns go into `columns`:
+several, `format` must name one. Other names of columns go into `columns`:
 
 ```yaml
 data:
@@ -153,16 +89,14 @@ data:
   format: sharegpt          # speakers are human and gpt; for user and assistant it is chat
 ```
 
-- Conversations go through the tokenizer's chat template. Roles of `sharegpt` become `user` (`human`, `user`),
-  `assistant` (`gpt`, `assistant`, `chatgpt`), `system` and `tool` (`tool`, `function`, `observation`).
-- The content of a message is text, or a list of parts with `type: text`, which are joined. Other parts are refused.
-- A message of the assistant with `weight: 0` is context; other weights than 0 and 1 are refused.
-- A JSON object that has a key twice is refused, because the first value would be lost.
+- Roles of `sharegpt` become `user` (`human`, `user`), `assistant` (`gpt`, `assistant`, `chatgpt`), `system` and `tool`
+  (`tool`, `function`, `observation`); then the tokenizer's chat template applies.
 - Parquet files of a folder have the same columns, of types that Arrow unifies; files without rows are left out.
 - `input` follows `instruction` after an empty line, as one message of the user.
 - Cells of a `.csv` or `.tsv` file are text exactly as written. The first row names the columns.
 - All files of a folder have one kind. Hidden files and descriptions such as `dataset_info.json` are skipped.
-- `.txt` files are refused, because they do not state where an example ends.
+- Refused: `.txt` files, which do not state where an example ends; a JSON object that has a key twice; parts of a
+  message other than text; weights of a message other than 0 and 1.
 - Examples without a token to learn are dropped; their number and first lines are in the data receipt.
 """
 
@@ -193,13 +127,11 @@ def config_schema_text() -> str:
 
 
 def readme_text() -> str:
-    """Return ``config/README.md``: introduction, an example, a table for every section."""
+    """Return ``config/README.md``: introduction, data, a table for every section."""
     parts = [
         _INTRODUCTION,
-        "## A cluster with four nodes of four A100s\n",
-        *_example(A100_CONFIG, "config/clusters/a100.yaml", A100_CLUSTER),
         _DATA,
-        "## Every key of `config/config.yaml`\n",
+        "## Every key of `config/config.yaml`\n\nA value such as `1 to 9` is a whole number; the default is bold.\n",
         *_tables(Schema(Config)),
         "## Every key of a cluster file\n",
         *_tables(Schema(Cluster)),
@@ -207,12 +139,9 @@ def readme_text() -> str:
     return "\n".join(parts)
 
 
-def _example(config: str, cluster_name: str, cluster: str) -> list[str]:
-    return [f"`config/config.yaml`:\n\n```yaml\n{config}```\n", f"`{cluster_name}`:\n\n```yaml\n{cluster}```\n"]
-
-
 def _tables(schema: Schema) -> Iterator[str]:
     shown: list[SchemaNode] = []
+    tables: dict[str, dict[str, str]] = {}
     for name, section in schema.sections():
         if any(section is other for other in shown):
             continue  # a section of the same kind has the table
@@ -220,34 +149,44 @@ def _tables(schema: Schema) -> Iterator[str]:
         if name:
             yield f"### `{name}`\n"
         yield f"{section['description']}\n"
-        rows = [_row(schema, name, key, section) for key in section["properties"]]
-        yield "\n".join(["| Key | Value | Default | Meaning |", "|---|---|---|---|", *rows, ""])
+        rows = {key: _row(schema, name, key, section) for key in section["properties"]}
+        for other, known in tables.items():
+            if len(same := [key for key in rows if known.get(key) == rows[key]]) > 1:
+                yield f"As in [`{other}`](#{_anchor(other)}): {', '.join(f'`{key}`' for key in same)}.\n"
+                rows = {key: row for key, row in rows.items() if key not in same}
+        tables[name] = rows
+        if rows:
+            yield "\n".join(["| Key | Value | Meaning |", "|---|---|---|", *rows.values(), ""])
+
+
+def _anchor(name: str) -> str:
+    return name.replace(".", "").lower()
 
 
 def _row(schema: Schema, name: str, key: str, section: SchemaNode) -> str:
     node = section["properties"][key]
-    path = f"{name}.{key}" if name else key
-    cells = [f"`{key}`", _value(schema, path, node), _default(key, section), node["description"]]
+    words = [_value(schema, f"{name}.{key}" if name else key, node)]
+    default, required = node.get("default"), key in section.get("required", [])
+    mark = "" if default is None or isinstance(default, dict | list) else f"`{json.dumps(default).strip(chr(34))}`"
+    if mark in (choices := words[0].split(", ")):
+        words = [f"**{word}**" if word == mark else word for word in choices]
+    elif mark or required:
+        words.append("**required**" if required else f"**{mark}**")
+    cells = [f"`{key}`", ", ".join(words), node["description"]]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _value(schema: Schema, path: str, node: SchemaNode) -> str:
     """Describe the values of a key; for a section, link to its table."""
     for name, section in schema.sections():
-        link = f"[keys](#{name.replace('.', '').lower()})"
+        link = f"[keys](#{_anchor(name)})"
         if section is schema.section(node) or name == f"{path}.NAME":
             return link
         if name == f"{path}.ENTRY":
             return f"text, or a list of {link}"
     quoted = (*schema.choices(node), "true", "false")
-    return ", ".join(f"`{word}`" if word in quoted else word for word in schema.words(node))
-
-
-def _default(key: str, section: SchemaNode) -> str:
-    if key in section.get("required", []):
-        return "**required**"
-    default = section["properties"][key].get("default")
-    return "" if default is None or isinstance(default, dict | list) else f"`{json.dumps(default).strip(chr(34))}`"
+    words = ", ".join(f"`{word}`" if word in quoted else word for word in schema.words(node))
+    return re.sub("a (?=number |list )|a whole number from ", "", words)
 
 
 def write(root: Path) -> list[Path]:

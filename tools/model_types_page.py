@@ -5,6 +5,7 @@ Its rows are those that ``python -m tests.model_types tests/model_types.json`` f
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +13,71 @@ from tests.tiers import FAMILIES
 
 ROWS = Path(__file__).parents[1] / "tests/model_types.json"
 _LONGEST = 120
-_KERNELS = ["varlen", "flash", "sdpa", "eager"]
 _HEADER = """# Model types of transformers
 
-What the plan and a small model of each type gave with the pinned transformers: the class that trains, the towers that
-are not loaded, the attention kernels (`all`: varlen, flash, sdpa, eager), and those that keep packed examples apart
-(`same` is each of them; of flash, the ranks check it). One training step and its merge were right, unless the last
-column has a problem. The small models have the default config of their type, or a few published values where that
-cannot run, with fewer layers and a smaller vocabulary, so a published model may differ. Those of the types in bold went
-through every stage, from fetch to report, with two ranks of ZeRO-3 and of FSDP2 (`make test-families`). Types that are
-not on this page have not been tried. `python -m tests.model_types tests/model_types.json` tries them, and
-`make test-models` repeats the rows.
-
-| type | class | kernels | packing | towers absent; problem |
-|---|---|---|---|---|
+What the plan and a small model of each type gave with the pinned transformers: one training step and its merge, right
+except for the problems below. Small models have the default config of their type, or a few published values where that
+cannot run, with fewer layers and a smaller vocabulary, so a published model may differ. Those of the types in **bold**
+went through every stage with two ranks of ZeRO-3 and of FSDP2 (`make test-families`). Other types have not been tried:
+`python -m tests.model_types tests/model_types.json` tries them, and its file also has the class that trains.
+`make test-models` repeats all.
 """
 _KINDS = {
     "encoder-decoder": "Encoder-decoder models",
     "cannot build this model": "transformers cannot build the default config",
     "cannot be trained without its towers": "The text part cannot be trained without its towers",
     "not shown to train without its towers": "The text part is not shown to train without its towers",
+    "its small model has": "The small model is too large to try",
 }
-"""Titles of refusals, by a part of their text; another refusal is its own title."""
+"""Titles of refusals and problems, by a part of their text; another one is its own title."""
+Row = Mapping[str, Any]
 
 
-def _short(text: str) -> str:
-    """Return a message as a cell: without the file's name, and cut."""
+def _title(text: str) -> str:
+    """Return the title of a message, or the message as a cell: without the file's name, and cut."""
+    if title := next((title for part, title in _KINDS.items() if part in text), None):
+        return title
     text = text.removeprefix("config.json: ").removeprefix("config.json. ").replace("|", "/").partition(". ")[0]
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _line(kind: str, row: dict[str, Any]) -> str:
-    apart = [kernel for kernel in row["attention"] if kernel not in row["mixing"]]
-    problem = "" if row["tested"] == "a step, its merge" else _short(row["tested"])
-    name = f"**`{kind}`**" if kind in FAMILIES else f"`{kind}`"
-    cells = (
-        name, row["model_class"], "all" if row["attention"] == _KERNELS else ", ".join(row["attention"]),
-        "same" if apart == row["attention"] else ", ".join(apart) or "none",
-        "; ".join(filter(None, (", ".join(row["absent"]), problem))),
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+def _attention(row: Row) -> str:
+    """Return the kernels, in italics those that do not keep packed examples apart."""
+    return ", ".join(f"*{kernel}*" if kernel in row["mixing"] else kernel for kernel in row["attention"])
 
 
-def main() -> None:
-    """Print the page."""
-    lines, refused = list[str](), defaultdict[str, list[str]](list)
-    for kind, row in json.loads(ROWS.read_text()).items():
-        if (reason := row.get("refused")) is None:
-            lines.append(_line(kind, row))
-        else:
-            title = next((title for part, title in _KINDS.items() if part in reason), _short(reason))
-            refused[title].append(f"`{kind}`")
-    print(_HEADER + "\n".join(lines) + "\n\nRefused:\n")
-    print("\n".join(f"- {title}: {', '.join(kinds)}" for title, kinds in refused.items()))
+def _problem(row: Row) -> str:
+    return "" if row["tested"] == "a step, its merge" else _title(row["tested"])
+
+
+def _table(title: str, about: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a section with one line for each value, the most frequent first, and its types."""
+    types = defaultdict[str, list[str]](list)
+    for kind, value in rows:
+        types[value].append(f"**{kind}**" if kind in FAMILIES else kind)
+    types.pop("", None)
+    lines = [
+        f"| {value} | {', '.join(types[value])} |" for value in sorted(types, key=lambda value: -len(types[value]))
+    ]
+    return "\n".join([f"## {title}\n", *([f"{about}\n"] if about else []), "| | types |", "|---|---|", *lines, ""])
+
+
+def page() -> str:
+    """Return the page."""
+    rows: dict[str, Row] = json.loads(ROWS.read_text())
+    trained = [(kind, row) for kind, row in rows.items() if row.get("refused") is None]
+    refused = [(kind, _title(row["refused"])) for kind, row in rows.items() if row.get("refused") is not None]
+    towers = [(kind, ", ".join(row["absent"]).replace("model.", "")) for kind, row in trained]
+    kernels = "Those in italics mix packed examples: with `packing`, the plan takes another one, or refuses."
+    names = "They take no memory, and the merge copies them from the base model. Names after `model.`, if they have it."
+    return "\n".join([
+        _HEADER,
+        _table("Attention kernels", kernels, [(kind, _attention(row)) for kind, row in trained]),
+        _table("Towers that are not loaded", names, towers),
+        _table("Problems", "", [(kind, _problem(row)) for kind, row in trained]),
+        _table("Refused", "", refused),
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

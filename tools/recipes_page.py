@@ -16,11 +16,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES, PAGE = REPOSITORY / "examples/recipes", REPOSITORY / "docs/reference/recipes.md"
 HEAD = """# Recipes
 
-Runs for models and clusters that labs have, in `examples/recipes/`. Copy one, change data and destination, and plan it.
-Below each is what `shardmake plan NAME --offline` prints, without fallbacks, checkpoint sizes and what is not checked:
-without a network, with a folder in place of the model that holds the named config: that of the model on the hub, or
-transformers' default of the type, which may have another size. None of them has been trained here. The page is made by
-`python -m tools.recipes_page`.
+Runs for models and clusters that labs have, in `examples/recipes` and its folder `clusters`. Copy one, change data and
+destination, and plan it: `shardmake plan NAME --offline` says why, what is cheaper, and what fits on fewer nodes. The
+table is from such plans, in bf16, with a folder in place of the model that holds the config of the model on the hub or,
+in *italics*, transformers' default of the type, which may have another size. "re" is gradient checkpointing, GiB are of
+a GPU's tensors and allocator. None of them has been trained here. The page is made by `python -m tools.recipes_page`.
+
+| recipe | cluster | config | strategy | nodes x ranks | micro batch | s per step | GiB per GPU | RAM per node, GiB |
+|---|---|---|---|---|---|---|---|---|
 """
 SIZES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": CONFIGS["Llama-3.1-8B"], "Llama-3.1-70B": CONFIGS["Llama-3.1-70B"],
@@ -32,7 +35,11 @@ DEFAULTS = {
     "mistral-small": "mistral3",
 }  # fmt: skip
 """Model types whose default config of transformers stands for a model, by a part of its name."""
-_LEFT_OUT = re.compile(r"^  (less GPU memory|not checked|after an out-of-memory|a checkpoint takes|\d+ other cand)")
+_PLAN = re.compile(
+    r": ([\w-]+), (\d+) nodes? x (\d+) ranks?, bf16, (with|without) gradient.*per node (\d+) GiB of RAM.*?"
+    r"micro batch (\d+), \d+ nodes?: about ([\d.]+) s per step and (.+?) GiB per GPU", re.DOTALL,
+)  # fmt: skip
+"""The parts of a printed plan that the table shows."""
 
 
 def config_of(model: str) -> tuple[dict[str, Any], str]:
@@ -44,7 +51,7 @@ def config_of(model: str) -> tuple[dict[str, Any], str]:
 
     (kind,) = (kind for part, kind in DEFAULTS.items() if part in model.lower())
     values = json.loads(AutoConfig.for_model(kind).to_json_string())
-    return values, f"`{kind}`, transformers' default"
+    return values, f"*{kind}*"
 
 
 def plan(name: str, written: dict[str, Any], folder: Path) -> str:
@@ -56,33 +63,30 @@ def plan(name: str, written: dict[str, Any], folder: Path) -> str:
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(written | {"runs": {name: run | {"model": str(model)}}}))
     command = [sys.executable, "-m", "shardmake.cli", "plan", name, "--offline", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-    lines = done.stdout.replace(f"{folder}/", "").strip().splitlines()
-    return "\n".join(line for line in lines if not _LEFT_OUT.search(line))
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, check=True).stdout
 
 
-def section(path: Path, folder: Path) -> str:
-    """Return the part of the page about the recipe in ``path``."""
+def row(path: Path, printed: str) -> str:
+    """Return the row of the recipe in ``path``, whose plan is ``printed``."""
     text = path.read_text()
-    written, name = yaml.safe_load(text), path.stem
-    run = written["runs"][name]
-    cluster = Path(written["cluster"])
-    about = re.match(r"# (.+)\n", text)
-    assert about, f"{path} begins with a comment"
-    shown = f"[{name}.yaml](../../{path.relative_to(REPOSITORY)}), [{cluster.name}](../../{cluster})"
-    return (
-        f"## {name}\n\n{about[1]} {shown}. Config: {config_of(run['model'])[1]}:\n\n"
-        f"```\n{plan(name, written, folder)}\n```\n"
-    )
+    written, about = yaml.safe_load(text), re.match(r"# (.+)\n", text)
+    cluster, config = Path(written["cluster"]), config_of(written["runs"][path.stem]["model"])[1]
+    found = _PLAN.search(printed)
+    assert about and found, path
+    strategy, nodes, ranks, recompute, ram, micro, seconds, gib = found.groups()
+    cells = (
+        f"`{path.stem}`: {about[1].rstrip('.')}", f"`{cluster.stem}`", config,
+        strategy + ", re" * (recompute == "with"), f"{nodes} x {ranks}", micro, seconds, gib, ram,
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |\n"
 
 
 def main() -> None:
     """Write the page."""
+    paths = sorted(RECIPES.glob("*.yaml"))
     with tempfile.TemporaryDirectory() as folder:
-        parts = [section(path, Path(folder)) for path in sorted(RECIPES.glob("*.yaml"))]
-    PAGE.write_text("\n".join([HEAD, *parts]))
+        printed = [plan(path.stem, yaml.safe_load(path.read_text()), Path(folder)) for path in paths]
+    PAGE.write_text(HEAD + "".join(map(row, paths, printed)))
 
 
 if __name__ == "__main__":

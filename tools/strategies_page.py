@@ -18,7 +18,7 @@ HEAD = """# Rendered settings of each strategy
 
 The example is an 8B Llama in bf16 on 2 nodes of 8 GPUs with 1 TiB of RAM each; sizes are in elements; "h" is the hidden
 size. FSDP is version 2, wraps the model's `_no_split_modules` and saves SHARDED_STATE_DICT. DeepSpeed loads weights in
-bf16, DDP and FSDP in fp32. This page is generated: `python -m tools.strategies_page > docs/reference/strategies.md`.
+bf16, DDP and FSDP in fp32. `python -m tools.strategies_page > docs/reference/strategies.md` writes this page.
 """
 
 
@@ -53,7 +53,7 @@ def table() -> str:
 
 
 _DEEPSPEED_COLUMNS = (
-    "strategy", "distributed_type", "stage", "reduce bucket (h², on several nodes at least 50,000,000)",
+    "strategy", "stage", "reduce bucket (h², on several nodes at least 50,000,000)",
     "prefetch bucket (0.9 h²)", "persistence threshold (10 h)", "sub-group", "optimizer states", "parameters",
     "optimizer",
 )  # fmt: skip
@@ -79,7 +79,7 @@ def _deepspeed_row(strategy: Strategy) -> list[str]:
     zero, training = files.deepspeed.get("zero_optimization", {}), files.training
     optimizer = training.optimizer.class_name if training.optimizer else training.arguments["optim"]
     return [
-        f"`{strategy}`", files.accelerate["distributed_type"], _cell(zero, "stage") + _second_shard(zero),
+        f"`{strategy}`", _cell(zero, "stage") + _second_shard(zero),
         _cell(zero, "reduce_bucket_size"), _cell(zero, "stage3_prefetch_bucket_size"),
         _cell(zero, "stage3_param_persistence_threshold"), _cell(zero, "sub_group_size"),
         _place(zero, "offload_optimizer"), _place(zero, "offload_param"), optimizer.rpartition(".")[2],

@@ -197,4 +197,6 @@ def test_the_report_has_what_the_rows_of_the_cases_have(tmp_path: Path) -> None:
     assert found.trained == [one] and found.rates and found.attention
     assert (found.outcomes["ddp"], found.outcomes["fsdp"]) == ("failed", "skipped")
     assert [(bare.trainer, bare.training) for bare in found.bare] == [("DeepSpeed", "1.24B, 12 steps")]
-    assert len([*found.training_rows()]) == 2 and found.changes == "the plans are for h100"
+    rows_of_page = [*found.training_rows()]
+    assert "| 4.00 (-25.0%) | 5.00 (-20.0%) | - | 0.100 / 0.200 |" in rows_of_page[0]
+    assert len(rows_of_page) == 2 and found.changes == "the plans are for h100"

@@ -1,6 +1,7 @@
 """The page of model types is true for the installed transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,18 @@ import pytest
 
 from shardmake.consolidate import loading
 from tests.model_types import in_this_process, try_type
-from tools.model_types_page import ROWS
+from tools.model_types_page import ROWS, page
 
 KNOWN: dict[str, Any] = json.loads(ROWS.read_text())
+PAGE = ROWS.parents[1] / "docs/reference/model-types.md"
+
+
+def test_the_page_is_that_of_the_rows_and_names_every_type() -> None:
+    """If this fails: python -m tools.model_types_page > docs/reference/model-types.md"""
+    text = PAGE.read_text()
+    assert page() == text
+    assert set(KNOWN) <= set(re.findall(r"[\w.-]+", text.replace("**", "")))
+    assert "\n| *varlen*, flash, sdpa, eager | nemotron |\n" in text
 
 
 @pytest.mark.models

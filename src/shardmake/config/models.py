@@ -139,10 +139,10 @@ class EvalSource(Section):
 
     source: values.PathText = Field(description="A file, a folder, a hub data set or a URL, as for a single `train`.")
     name: values.SourceName | None = None
-    """Name in the report and in the losses by source. Without it, that of the file, folder or data set."""
+    """Name in the report and in losses by source. Without it, that of the file, folder or data set."""
     format: Literal["auto"] | Format | None = Field(None, description="Without it, `data.format`.")
     columns: Columns | None = Field(None, description="Without it, `data.columns`.")
-    subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
+    subset: str | None = Field(None, description="Subset (configuration) of a hub data set.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
 
     @property
@@ -156,8 +156,8 @@ class TrainSource(EvalSource):
     """One of several sources of training examples."""
 
     weight: Annotated[float, Field(gt=0, le=10**6), values.AsNumber] | None = None
-    """Share of the examples, relative to the other sources, all of which then need a weight. Examples are drawn until
-    every source was read once, so some repeat in the meantime. Without weights, every example is used once."""
+    """Share of the examples, relative to the other sources; all need a weight, or none. Examples are drawn until every
+    source was read once, so some repeat. Without weights, every example is used once."""
     repeat: Annotated[int, Field(ge=1, le=1000)] = Field(1, description="Number of times that each example is used.")
     limit: values.Steps | None = None
     """Maximum number of training examples, chosen at random by `seed`."""
@@ -168,47 +168,41 @@ class Data(Section):
 
     train: values.PathText | list[TrainSource]
     """A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or `org/name:split`.
-    Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), `.csv`, `.tsv` with a header,
-    `.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A file or folder may also be a URL
-    (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or a list of sources, which are mixed."""
+    Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), `.csv`, `.tsv`, `.parquet`; all
+    but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). Or a URL (`s3://`, `gs://`, `https://`, any protocol of
+    fsspec), whose files are copied. Or a list of sources, which are mixed."""
     eval: values.PathText | list[EvalSource] | None = None
-    """Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). Or a list of sources,
-    whose losses are also measured one by one. Without it, a part of `train` is held out, of each of its sources.
-    `format: raw` needs them, in a format that Shardmake reads."""
+    """Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split); the losses of several
+    sources are also measured one by one. Without it, a part of each source of `train` is held out. `format: raw` needs
+    them, in another format."""
     eval_fraction: Annotated[float, Field(gt=0, lt=0.5), values.AsNumber] = 0.02
-    """Fraction of `train` that is held out for evaluation if `eval` is not set."""
+    """Fraction of `train` that is held out without `eval`."""
     format: Literal["auto", "raw"] | Format = "auto"
-    """`chat`: `messages`, each with `role` and `content` (text, or a list of text parts, which are joined); `sharegpt`:
-    `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an optional `input`, as a
-    conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; `preference`, for the objectives `dpo`
-    and `reward`: `chosen`, `rejected` and `prompt`, which may be left out if both begin with it; `unpaired-preference`,
-    for `objective: kto`: `prompt`, `completion` and `label`, which is true for a desirable completion and false for
-    another one; `auto`: the only one of these that the objective learns from and the columns fit; `raw`, for a
-    `script`: any files, which the script reads from the folder in `SHARDMAKE_RAW_DATA`."""
-    columns: Columns = Field(Columns(), description="Names of the columns, if they are other ones.")
+    """Each is shown in docs/reference/models-and-data.md. `auto`: the only one that the objective learns from and the
+    columns fit. `preference` is for the objectives `dpo` and `reward`, `unpaired-preference` for `kto`. `raw`, for a
+    `script`: any files, which it reads from the folder in `SHARDMAKE_RAW_DATA`."""
+    columns: Columns = Field(Columns(), description="Names of the columns, if they differ.")
     loss_on: Literal["auto", "assistant", "all"] = "auto"
-    """Tokens that the loss counts: only the assistant's (or the completion's), or all. `auto`: `all` for text,
-    `assistant` for all other formats."""
+    """Tokens with loss: the assistant's (or the completion's), or all. `auto`: `all` for text, else `assistant`."""
     order: Literal["shuffled", "length", "given"] = "shuffled"
     """Order of the training examples. `shuffled`: another in each epoch, from `seed`; `length`: from short to long, a
-    curriculum; `given`: that of the source. The last two repeat in each epoch and exclude `packing`. With `objective:
-    kto` the shuffled order repeats as well."""
+    curriculum; `given`: that of the source. The last two, and all with `objective: kto`, repeat in each epoch. The last
+    two exclude `packing`."""
     chat_template: values.PathText | None = Field(None, examples=["config/chatml.jinja"])
-    """File with a Jinja chat template that replaces the tokenizer's: in the data, in evaluation prompts and in the
-    final model. Without it, the tokenizer's own."""
+    """File with a Jinja chat template that replaces the tokenizer's in data, evaluation prompts and final model."""
     template_arguments: dict[str, bool | str] = Field({}, examples=[{"enable_thinking": False}])
-    """Arguments of the chat template, in the data and in evaluation prompts. A row's own (`chat_template_kwargs`)
-    replace them."""
+    """Arguments of the chat template, in data and evaluation prompts, unless a row has its own
+    (`chat_template_kwargs`)."""
     turns: Literal["auto", "together", "apart"] = "auto"
-    """Examples of a conversation with several turns of the assistant. `together`: one, which is refused where the
-    template renders a turn differently once others follow; `apart`: one for each turn, with the context that it has at
-    inference; `auto`: together where all turns share one rendering, otherwise apart."""
+    """Examples of a conversation with several turns of the assistant. `together`: one, refused where the template
+    renders a turn differently once others follow; `apart`: one for each turn, with its context at inference; `auto`:
+    together where all turns share one rendering."""
     on_bad_row: Literal["stop", "drop"] = Field(
         "stop",
-        description="What happens at a row that cannot be read or learned, such as one with a role that the chat "
-        "template does not render. `drop` counts such rows by cause, and stops if they are more than 5 % of a source.",
+        description="At a row that cannot be read or learned, such as one with a role that the chat template does not "
+        "render. `drop` counts such rows by cause, and stops if they are more than 5 % of a source.",
     )
-    subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
+    subset: str | None = Field(None, description="Subset (configuration) of a hub data set.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
 
     @property
@@ -285,13 +279,13 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1), values.AsNumber] = 0.0
     """Dropout on the adapters' input."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the layers and fused experts that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."""
+    """Layers and fused experts that get adapters, such as `[q_proj, v_proj]`."""
     adapter: values.PathText | None = None
     """LoRA adapter whose training continues: a folder or a checkpoint with adapter_config.json, or `run:NAME`, which is
-    trained first. Rank, alpha and targets are then the adapter's. Optimizer, schedule and step begin anew."""
+    trained first. It sets rank, alpha and targets. Optimizer, schedule and step begin anew."""
     train_tokens: list[str] = []
-    """Tokens of the base model whose rows in the embedding and the head are trained in full, such as those of
-    `shardmake fetch --add-tokens`."""
+    """Tokens whose rows in the embedding and the head are trained in full, such as those of `shardmake fetch
+    --add-tokens`."""
 
 
 class ObjectiveSection(Section):
@@ -312,8 +306,8 @@ class Referenced(ObjectiveSection):
     beta: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = 0.1
     """Strength with which the model is held near the reference, the model before the first step."""
     reference: Literal["model", "precomputed"] = "model"
-    """`model`: every step also runs the base model. `precomputed`: it runs once over all examples, before the first
-    step, and its log-probabilities are kept in a file. Training then holds no second model."""
+    """`model`: every step also runs the base model. `precomputed`: it runs once before the first step, and a file keeps
+    its log-probabilities; training then holds no second model."""
 
     @property
     def is_precomputed(self) -> bool:
@@ -334,8 +328,7 @@ class Dpo(Referenced):
     """Direct preference optimization, for `objective: dpo`, with the names and defaults of TRL's `DPOConfig`."""
 
     loss_type: Annotated[list[DpoLoss], Field(min_length=1)] = ["sigmoid"]
-    """Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does not depend on
-    the micro batch."""
+    """Losses that are added up: those of TRL's that are a mean over pairs, whatever the micro batch."""
 
     def describe(self) -> str:
         """Return beta, loss and reference."""
@@ -348,8 +341,8 @@ class Kto(Referenced):
     desirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = 1.0
     """Factor of the loss of desirable completions."""
     undesirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = 1.0
-    """Factor of the loss of undesirable completions. With the factors that the authors of KTO recommend, all desirable
-    completions together weigh 1 to 4/3 times as much as the undesirable ones."""
+    """Factor of the loss of undesirable completions. KTO's authors recommend factors with which all desirable
+    completions weigh 1 to 4/3 times as much as the undesirable ones."""
 
     def describe(self) -> str:
         """Return beta, weights and reference."""
@@ -363,8 +356,8 @@ class Reward(ObjectiveSection):
     """Reward modelling, for `objective: reward`, with the names and defaults of TRL's `RewardConfig`."""
 
     center_rewards_coefficient: Annotated[float, Field(gt=0, le=1000), values.AsNumber] | None = None
-    """Weight of the squared mean of both rewards of a pair in the loss, which keeps rewards near zero. TRL recommends
-    0.01. Without it, nothing does."""
+    """Weight of the squared mean of a pair's rewards in the loss, which keeps rewards near zero. TRL recommends
+    0.01."""
 
     def describe(self) -> str:
         """Return what the loss has beside the difference of the rewards."""
@@ -383,18 +376,17 @@ class Checkpoints(Section):
 
     every_steps: values.Steps | Literal["auto"] | None = None
     """Optimizer steps between checkpoints. `auto`: the interval that loses the least time, from the measured duration
-    of a save and the cluster's `node_mtbf_hours`. Without it, about ten checkpoints per run."""
+    of a save and `node_mtbf_hours`. Without it, about ten checkpoints per run."""
     keep: values.Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = False
     """Also keep the checkpoint with the lowest evaluation loss. Every saved step is then evaluated."""
     keep_every_steps: values.Steps | None = None
-    """Also keep the first checkpoint at or after every multiple of this number of steps, permanently."""
+    """Also keep, permanently, the first checkpoint at or after every multiple of so many steps."""
     early_stopping: values.Count | None = None
-    """End the training after so many evaluations in a row without a lower loss. It needs evaluations, which
-    `eval_every_steps: never` turns off."""
+    """End the training after so many evaluations in a row without a lower loss."""
     asynchronous: bool = False
-    """Save to the cluster's node-local `scratch` and continue training while the checkpoint is copied to the run's
-    folder. The last save, and the one before a stop, are written to the run's folder directly."""
+    """Save to the cluster's node-local `scratch`, and copy to the run's folder while training continues. The last save,
+    and the one before a stop, go to the run's folder directly."""
 
     def most(self, steps: int | None) -> int:
         """Return the largest number of checkpoints kept at once; ``steps`` is None if the length is not known yet."""
@@ -407,30 +399,30 @@ class Service(Section):
     """A program that serves the training script, such as a server of vLLM, on the `service_nodes`."""
 
     command: str = Field(
-        description="Shell command that starts the service in the foreground. It finds the variables of the script in "
-        "its environment, and listens at `$SHARDMAKE_SERVICE_HOST` and `$SHARDMAKE_SERVICE_PORT`.",
+        description="Shell command that starts the service in the foreground, with the script's variables, and listens "
+        "at `$SHARDMAKE_SERVICE_HOST` and `$SHARDMAKE_SERVICE_PORT`.",
         examples=["vllm serve $SHARDMAKE_BASE --host $SHARDMAKE_SERVICE_HOST --port $SHARDMAKE_SERVICE_PORT"],
     )
     health: values.HealthPath | None = Field(None, examples=["/health"])
-    """Path that answers with status 200 over HTTP once the service is ready. Without it, the service is ready when its
-    port accepts connections."""
+    """Path that answers with status 200 over HTTP once the service is ready. Without it, its port must accept
+    connections."""
     start_seconds: values.Seconds = Field(1800, validate_default=True)
-    """Time limit of the service's start, after which the job fails."""
+    """Time limit of its start, after which the job fails."""
 
 
 class Evaluation(Section):
-    """Settings of the evaluate stage, which measures the base and the tuned model."""
+    """The evaluate stage, which measures the base and the tuned model."""
 
     batch_tokens: values.Tokens = 16384
-    """Tokens per forward pass: as many sequences of similar length as fit, and at least one. After CUDA's out-of-memory
-    error evaluation starts again with half of them."""
+    """Tokens per forward pass: as many sequences of similar length as fit, and at least one; after CUDA's out-of-memory
+    error, half of them."""
     prompts: list[str] = Field(default_factory=list)
     """Prompts for both models. The report and the model card show the answers."""
     max_new_tokens: values.Tokens = Field(64, description="Maximum length of a generated answer, in tokens.")
     backend: Literal["auto"] | EvaluationBackend = "auto"
-    """Placement of the model. `whole`: a copy on every GPU. `zero3`: partitioned over all GPUs; with `-offload` in host
-    memory, with `-nvme` on the cluster's `nvme_path`. `device-map`: one process, layer by layer over GPUs, host memory
-    and the model's files. `auto`: the first of these that fits."""
+    """Placement of the model. `whole`: a copy on every GPU. `zero3`: partitioned over all GPUs, with `-offload` in host
+    memory, with `-nvme` on `nvme_path`. `device-map`: one process, layer by layer over GPUs, host memory and files.
+    `auto`: the first of these that fits."""
     processes: values.Ranks | None = None
     """Ranks that share the sequences. Without it, one per GPU of a node, or one on CPUs."""
     lm_eval: list[str] = Field(default_factory=list)
@@ -438,21 +430,20 @@ class Evaluation(Section):
     lm_eval_path: values.PathText | None = Field(None, description="Folder with your own `lm_eval` task files.")
     lm_eval_limit: values.Steps | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
     losses: bool = False
-    """Also write `evaluation.csv`: for each held-out example the number of its sequence in `data/eval`, its first token
-    there, its tokens with loss, and under both models its mean loss and whether greedy decoding answers it word for
-    word."""
+    """Also write `evaluation.csv`: for each held-out example its sequence in `data/eval`, its first token there, its
+    tokens with loss, and under both models its mean loss and whether greedy decoding answers it word for word."""
 
 
 class Push(Section):
     """The destination of the final model."""
 
     to: str | list[str] = Field(examples=["file:published/{run}", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"])
-    """`file:FOLDER`, `hub:ORG/NAME`, a URL for fsspec (`s3://BUCKET/PREFIX`), or a list of these. `{run}` stands for
-    the run's name. No two runs may have the same destination."""
+    """`file:FOLDER`, `hub:ORG/NAME`, a URL for fsspec (`s3://BUCKET/PREFIX`), or a list of these, of this run alone.
+    `{run}` stands for its name."""
     private: bool = Field(True, description="Create a hub repository as private.")
     samples: bool = False
-    """Show answers to the first evaluation examples, with these, in the pushed model card. Answers to
-    `evaluation.prompts` are always shown."""
+    """Show answers to the first evaluation examples, with these, in the pushed model card, beside those to
+    `evaluation.prompts`."""
     revision: str | None = Field(None, description="Branch of the hub repository. Without it, the main branch.")
     pull_request: bool = Field(False, description="Open a pull request on the hub instead of committing to the branch.")
 
@@ -472,9 +463,9 @@ class Notify(Section):
 
     command: str = Field(examples=['echo "$SHARDMAKE_MESSAGE" | mail -s "$SHARDMAKE_RUN $SHARDMAKE_EVENT" ada@lab.org'])
     """Shell command, run when the report is written (`done`), when the training was stopped on request (`stopped`),
-    when Slurm keeps the training's job pending until a person acts (`held`), and when a stage ends with an error
-    (`failed`); never when an attempt is resumed. It finds `SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, `SHARDMAKE_STAGE` and
-    `SHARDMAKE_MESSAGE` in its environment, and has 60 seconds."""
+    when Slurm keeps its job pending until a person acts (`held`), and when a stage fails (`failed`); never when an
+    attempt is resumed. It has `SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, `SHARDMAKE_STAGE`, `SHARDMAKE_MESSAGE`, and 60
+    seconds."""
 
 
 class Profile(Section):
@@ -488,42 +479,41 @@ class Run(Section):
     """One fine-tuning run: the model, the data, the training and the destination."""
 
     model: values.PathText
-    """Base model: a hub id (`org/name`), a folder with config.json and weights, or the URL of such a folder (`s3://`,
-    `gs://`, any protocol of fsspec), which is copied. Or `run:NAME`, the finished model of another run, which is
-    trained first."""
+    """Base model: a hub id (`org/name`), a folder with config.json and weights, its URL (`s3://`, `gs://`, any protocol
+    of fsspec), which is copied, or `run:NAME`, the model of another run, which is trained first."""
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     resume_from: values.PathText | None = None
-    """Checkpoint of Trainer, Accelerate, DeepSpeed, FSDP or another run, with whose weights training starts. Optimizer,
-    schedule and step begin anew. `model` names its base model."""
+    """Checkpoint of Trainer, Accelerate, DeepSpeed, FSDP or another run, with whose weights training of `model` starts.
+    Optimizer, schedule and step begin anew."""
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
     sequence_length: values.Tokens
     """Tokens per training sequence. Longer conversations are truncated, longer texts are split."""
     packing: bool = True
-    """Pack several examples into one sequence, without attention between them. The plan refuses this for models that do
-    not keep examples apart (BLOOM, and OPT without attention varlen). Without it, examples that are padded (`objective:
-    dpo`, `kto`, `reward`) or in a `data.order` of their own are not packed."""
+    """Pack several examples into one sequence, without attention between them; refused for models that do not keep them
+    apart (docs/reference/model-types.md). Without it, `false` for padded examples (`objective: dpo`, `kto`, `reward`)
+    and a `data.order` of their own."""
     global_batch_size: values.Sequences
-    """Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."""
+    """Sequences per optimizer step over all ranks, on any number of GPUs."""
     micro_batch_size: values.Sequences | Literal["auto"] = "auto"
     """Sequences per rank and forward pass. Gradient accumulation fills the global batch."""
     max_steps: values.Steps | None = None
     """Optimizer steps. Set this or `epochs`; a `script` may take neither."""
     epochs: values.Epochs | None = None
-    """Passes over the data, in whole batches. What fills no batch is left out, other examples in turn."""
+    """Passes over the data. What fills no batch is left out, other examples in turn."""
     learning_rate: values.LearningRate | None = None
-    """Peak learning rate. Only a `script` that has its own may be without it."""
+    """Peak learning rate. Only a `script` may be without it."""
     learning_rates: dict[str, values.LearningRate] = Field(
         default_factory=dict,
-        description="Peak learning rates of some weights: patterns as those of `freeze`, each with a rate. The last "
-        "one that names a weight counts, and the schedule scales all. With `method: lora` they name its matrices: "
-        "`{'*.lora_B': 1.6e-3}` is LoRA+.",
+        description="Peak learning rates of some weights, by patterns as in `freeze`; the last that names a weight "
+        "counts, and the schedule scales all. With `method: lora` they name its matrices: `{'*.lora_B': 1.6e-3}` is "
+        "LoRA+.",
         examples=[{"model.embed_tokens": 1e-5, "lm_head": 1e-5}],
     )
     scheduler: Schedule = Field("cosine", description="transformers' schedule of the learning rate.")
     scheduler_arguments: dict[str, values.SchedulerNumber | str] = Field(default_factory=dict)
-    """Arguments of the schedule, which the plan tries: `min_lr_rate: 0.1` of `cosine_with_min_lr`, `num_decay_steps:
-    200` of `warmup_stable_decay`, `power: 2` of `polynomial`, ..."""
+    """Arguments of the schedule: `min_lr_rate: 0.1` of `cosine_with_min_lr`, `num_decay_steps: 200` of
+    `warmup_stable_decay`, `power: 2` of `polynomial`, ..."""
     warmup_ratio: values.Fraction = Field(0.05, description="Fraction of the steps with a rising learning rate.")
     weight_decay: values.WeightDecay = Field(0.0, description="Decoupled weight decay.")
     max_grad_norm: values.GradientNorm = 1.0
@@ -532,37 +522,36 @@ class Run(Section):
     precision: Precision | Literal["auto"] = "auto"
     """`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."""
     gradient_dtype: GradientDtype = "auto"
-    """Data type in which gradients are accumulated and reduced over the ranks. `auto`: fp32 if a step has several
-    passes, else that of `precision`. DDP always takes fp32, ZeRO-1 always that of `precision`."""
+    """Data type in which gradients are accumulated and reduced. `auto`: fp32 if a step has several passes, else that of
+    `precision`. DDP always takes fp32, ZeRO-1 that of `precision`."""
     tf32: bool = False
-    """Compute matrix products of `precision: fp32` in TF32: 10 bits of mantissa, several times the speed. It needs
-    Ampere or later."""
+    """Compute matrix products of `precision: fp32` in TF32 (Ampere or later): 10 bits of mantissa, several times the
+    speed."""
     attention: Attention | Literal["auto"] = "auto"
-    """Attention kernel. `varlen`: the variable-length FlashAttention that is a part of PyTorch. `flash`: the package
-    flash-attn 2. `auto`: the first of varlen, flash, sdpa and eager that the GPU, the precision, the installed packages
-    and the model's class support."""
+    """Attention kernel. `varlen`: PyTorch's FlashAttention of variable lengths. `flash`: the package flash-attn 2.
+    `auto`: the first that GPU, precision, packages and the model's class support."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass. `auto`: only if memory requires it."""
     activation_offload: bool = False
-    """Hold the input of each layer, which gradient checkpointing keeps for the backward pass, in pinned host memory
+    """Hold the inputs of layers, which gradient checkpointing keeps, in pinned host memory
     (docs/how-to/parallelism.md). For the Llama, Mistral, Qwen and Gemma families."""
     loss: Loss = "plain"
-    """Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed. `chunked`: torch's, for
-    the Llama, Mistral, Qwen and Gemma families; it holds the logits of some tokens at a time."""
+    """Cross entropy. `fused`: Liger's fused linear cross entropy (install it). `chunked`: torch's, which holds the
+    logits of some tokens at a time; for the Llama, Mistral, Qwen and Gemma families."""
     objective: Objective = Field(
         "sft",
-        description="What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization; "
-        "`kto`: Kahneman-Tversky optimization; `reward`: a reward model (docs/how-to/preferences.md).",
+        description="`sft`: supervised fine-tuning; `dpo`, `kto`: preferences; `reward`: a reward model "
+        "(docs/how-to/preferences.md).",
     )
-    dpo: Dpo | None = Field(None, description="Settings of `objective: dpo`. Without it, the defaults.")
-    kto: Kto | None = Field(None, description="Settings of `objective: kto`. Without it, the defaults.")
-    reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
+    dpo: Dpo | None = Field(None, description="Settings of `objective: dpo`.")
+    kto: Kto | None = Field(None, description="Settings of `objective: kto`.")
+    reward: Reward | None = Field(None, description="Settings of `objective: reward`.")
     method: Method = Field(DEFAULT_METHOD, description=describe_methods())
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
     freeze: list[values.PathText] = Field(default_factory=list, examples=[["model.embed_tokens", "model.layers.[0-7]"]])
     """Weights that full fine-tuning leaves as they are: names of parameters, or of modules with all theirs, with the
-    wildcards of a shell; after `!`, exceptions to those before. `[model.embed_tokens, *.mlp]`, or `[*, '!lm_head']` to
-    train the head alone."""
+    wildcards of a shell; after `!`, exceptions. `[model.embed_tokens, *.mlp]`, or `[*, '!lm_head']` to train the head
+    alone."""
     strategy: Strategy | Literal["auto"] = "auto"
     """Sharding of the training states. `auto`: the fastest strategy that fits."""
     tensor_parallel: values.Ranks = 1
@@ -578,49 +567,48 @@ class Run(Section):
     """Nodes for training. Without it, the fewest on which the model fits, or more if these cost at least a tenth less
     GPU-time."""
     script: values.PathText | None = None
-    """Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a module as in `-m
-    trl.scripts.sft` (docs/how-to/user-script.md)."""
+    """Your own training program for `accelerate launch`: a file, or a module as in `-m trl.scripts.sft`
+    (docs/how-to/user-script.md)."""
     script_args: list[str] = Field(default_factory=list)
-    """Arguments of the script, as text. `$SHARDMAKE_...` in them is replaced (docs/how-to/user-script.md)."""
+    """Arguments of the script. `$SHARDMAKE_...` in them is replaced (docs/how-to/user-script.md)."""
     service_nodes: values.Nodes | None = None
-    """Nodes of the job beside `nodes` that run `service` and no ranks. They count towards `max_nodes`."""
+    """Nodes beside `nodes` that run `service` and no ranks. They count towards `max_nodes`."""
     service: Service | None = None
-    """A program on nodes of its own that serves the script (docs/how-to/user-script.md)."""
+    """A program on these nodes that serves the script (docs/how-to/user-script.md)."""
     deepspeed_config: values.PathText | None = None
     """Your own DeepSpeed file (docs/how-to/own-files.md). Each key is taken and reported, or refused."""
     accelerate_config: values.PathText | None = None
-    """Your own Accelerate file, with the same rule as for `deepspeed_config`."""
+    """Your own Accelerate file, by the same rule."""
     torch_compile: bool = Field(False, description="Compile the model with torch.compile, layer by layer.")
     non_finite: Literal["stop", "rewind"] = "stop"
-    """Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest checkpoint. `rewind` also
-    stops if the value occurs at the same step again."""
+    """At a loss or gradient norm that is not finite: stop, or resume from the newest checkpoint. `rewind` also stops if
+    it occurs at the same step again."""
     seed: values.Seed = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Checkpoints during training.")
     eval_every_steps: values.Steps | Literal["auto", "never"] = "auto"
-    """Optimizer steps between evaluations during training. `auto`: about ten evaluations per run, so that overfitting
-    is seen; none with `sequence_parallel`."""
+    """Optimizer steps between evaluations. `auto`: about ten evaluations per run; none with `sequence_parallel`."""
     report_to: list[Tracker] = Field(default_factory=list)
-    """Trackers that record loss, learning rate and speed during training. tensorboard, wandb, mlflow and trackio write
-    to `train/` in the run's folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...), and all attempts
-    continue one chart. With the others, transformers' own, each attempt begins a chart."""
+    """Trackers of loss, learning rate and speed. tensorboard, wandb, mlflow and trackio write to `train/` in the run's
+    folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...), one chart for all attempts; the others,
+    transformers' own, begin a chart with each attempt."""
     profile: Profile | None = None
-    """Record some steps with torch's profiler, into `train/profile/` in the run's folder; the report links the trace,
-    which chrome://tracing and Perfetto open. Without it, nothing is recorded."""
+    """Record steps with torch's profiler, into `train/profile/`; the report links the trace, which chrome://tracing and
+    Perfetto open."""
     memory_snapshot: bool = False
     """Record every allocation on rank 0's GPU until the end of the second step, into `train/profile/`, for
     pytorch.org/memory_viz."""
     final_checkpoint: Literal["last", "best"] = "last"
-    """Checkpoint that becomes the model. `best`: the one with the lowest evaluation loss, with
+    """Checkpoint that becomes the model. `best`: the one with the lowest evaluation loss; it needs
     `checkpoints.keep_best`."""
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = "bf16"
     """Data type of the final model's weights. `keep`: that of the training's master weights."""
     max_shard_size: values.FileSize = "5GB"
-    """Maximum size of one file of the final model, from 1KB to 1000TB."""
+    """Maximum size of one file of the model, from 1KB to 1000TB."""
     evaluation: Evaluation = Field(Evaluation(), description="Settings of the evaluate stage.")
     push: Push | None = None
-    """Destination of the final model. Without it, the model stays in the run's folder."""
+    """Destination of the model. Without it, it stays in the run's folder."""
     notify: Notify | None = None
-    """A command that notifies you when the run is done, was stopped, or needs you."""
+    """A command that notifies you."""
 
     @model_validator(mode="before")
     @classmethod
@@ -694,15 +682,15 @@ class Container(Section):
     """The container in which the jobs of every stage and their checks run."""
 
     image: values.PathText
-    """Image. For Apptainer a file, the folder of a sandbox, or a reference such as `docker://NAME`; for pyxis a
-    squashfs file with an absolute path, or `[REGISTRY#]NAME[:TAG]`."""
+    """For Apptainer a file, the folder of a sandbox, or a reference such as `docker://NAME`; for pyxis a squashfs file
+    with an absolute path, or `[REGISTRY#]NAME[:TAG]`."""
     kind: Literal["apptainer", "pyxis"] = "apptainer"
-    """Program that runs the container: `apptainer exec`, or srun with the plugin pyxis."""
+    """`apptainer exec`, or srun with the plugin pyxis."""
     binds: list[Annotated[values.PathText, AfterValidator(values.check_bind)]] = Field(default_factory=list)
-    """Further folders of the node in the container, `SOURCE[:TARGET[:ro]]`. The checkout, the runs, the files that a
-    run names, the caches, `scratch` and `nvme_path` are bound without being listed."""
+    """Further folders of the node, `SOURCE[:TARGET[:ro]]`. The checkout, the runs, the files that a run names, the
+    caches, `scratch` and `nvme_path` are bound without being listed."""
     python: values.PathText = "python3"
-    """Python in the image, by name or path. It has Shardmake's libraries in the login node's versions."""
+    """Python in the image, by name or path, with Shardmake's libraries in the login node's versions."""
 
     def _problems(self) -> Iterator[str]:
         if self.kind == "pyxis" and re.fullmatch(r"[^./].*\.(sqsh|squashfs|sif)", self.image):
@@ -717,52 +705,50 @@ class Slurm(Section):
     qos: str | None = Field(None, description="Quality of service.")
     constraint: str | None = Field(None, description="Required node features.")
     cpu_partition: str | None = None
-    """Partition of the jobs that need no GPU, which are those of data and consolidate. Without it, `partition`. With
-    it, `constraint` and the `reservation` in `extra` hold for the other jobs only."""
+    """Partition of the jobs that need no GPU, data and consolidate. Without it, `partition`. With it, `constraint` and
+    the `reservation` in `extra` hold for the other jobs only."""
     cpu_account: str | None = Field(None, description="Account of these jobs. Without it, `account`.")
     cpu_qos: str | None = Field(None, description="Quality of service of these jobs. Without it, `qos`.")
     cpu_constraint: str | None = Field(None, description="Required node features of these jobs.")
     time_limit: values.TimeLimit = "24:00:00"
     """Time limit of one training job, `[D-]HH:MM:SS`, at most a year."""
     stage_time_limit: values.TimeLimit | None = None
-    """Time limit of the jobs of data, consolidate and evaluate. Without it, `time_limit`."""
+    """Time limit of data, consolidate and evaluate. Without it, `time_limit`."""
     driver: Literal["login", "job"] = "login"
-    """Place of Snakemake and the drivers: the login node, or a small job without a GPU, for sites that forbid long
-    processes on login nodes. With `job`, `shardmake submit` starts it, and Snakemake on a login node refuses stages
-    that need jobs."""
+    """Place of Snakemake and the drivers: the login node, or a small job, for sites that forbid long processes there.
+    With `job`, `shardmake submit` starts it, and Snakemake on a login node refuses stages that need jobs."""
     driver_time_limit: values.TimeLimit | None = None
-    """Time limit of the driver job, which submits itself again before the limit. Without it, `time_limit`. A stage
-    other than training must fit into it, with its time in the queue."""
+    """Time limit of the driver job, which submits itself again before. Without it, `time_limit`. A stage other than
+    training must fit into it, with its time in the queue."""
     driver_memory_gib: values.HostMemory = Field(4, description="Memory of the driver job, GiB.")
     gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = "gres"
     """Option with which this cluster requests GPUs."""
     memory: Literal["per_node", "per_cpu", "none"] = "per_node"
-    """Request of host RAM: `--mem`; `--mem-per-cpu`, for sites that take no other; or none, for sites that give whole
+    """Request of host RAM: `--mem`; `--mem-per-cpu`, for sites that take no other; none, for sites that give whole
     nodes."""
     gpu_type: values.GpuType | None = None
     """GPU type in the request, as in `gres=gpu:a100:4`; also a MIG slice, such as `1g.10gb`."""
     signal_seconds: values.Count = 120
-    """Seconds before the time limit at which a job gets the signal to save and stop. It is raised to two measured saves
-    and a minute if that is longer, up to a quarter of the limit."""
+    """Seconds before the time limit at which a job gets the signal to save and stop; at least two measured saves and a
+    minute, up to a quarter of the limit."""
     restart_in_place: bool = False
     """After a rank failed, start the ranks again inside the running job, as a new attempt, instead of submitting a new
     job. Failures that need other nodes, more memory or more time still lead to a new job."""
     spare_nodes: values.Nodes | None = None
-    """Nodes of the training's job beyond those of its ranks, and beyond `max_nodes`. With `restart_in_place`, the ranks
-    start again on them instead of a node that failed or is excluded. Without it, none."""
-    wckey: str | None = Field(None, description="Workload characterization key, if the site requires one.")
+    """Nodes of the training's job beyond those of its ranks and `max_nodes`. With `restart_in_place`, the ranks start
+    again on them instead of a node that failed or is excluded."""
+    wckey: str | None = Field(None, description="Workload characterization key.")
     exclude: str | None = Field(None, description="Nodes to exclude, in Slurm's notation.")
     setup: list[values.ShellLine] = Field(default_factory=list)
     """Shell commands to run first in each job, such as `module load cuda`."""
     srun_extra: list[str] = Field(default_factory=list)
     """Further options of the training's srun, such as `--mpi=none`."""
     container: Container | None = None
-    """Run the jobs in a container. Without it, they use the login node's environment."""
+    """Run the jobs in a container, not in the login node's environment."""
     extra: dict[str, str | values.SlurmNumber | bool] = Field(default_factory=dict)
-    """Further #SBATCH parameters, by sbatch's names; false leaves one out, such as `comment`. Those that size a job
-    (such as `mem` and `gres`) hold for the training only, and `exclusive` for training and evaluate. With `requeue:
-    true`, Slurm restarts a job that it preempted or whose node failed; a training then resumes from its newest
-    checkpoint."""
+    """Further #SBATCH parameters, by their names; false leaves one out, such as `comment`. Those that size a job
+    (such as `mem` and `gres`) hold for the training only, `exclusive` for training and evaluate. With `requeue: true`,
+    Slurm restarts a job that it preempted or whose node failed; a training resumes from its newest checkpoint."""
 
     @field_validator("srun_extra")
     @classmethod
@@ -808,22 +794,21 @@ class Cluster(Section):
     inter_node_gbps: values.Bandwidth = 12.5
     """Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."""
     network_interface: str | None = None
-    """Network interface for training, such as `ib0`. Without it, that of the default route."""
+    """Such as `ib0`. Without it, that of the default route."""
     network_check_seconds: values.Seconds = 300
-    """Time limit of the check before training: for all ranks to appear after their imports, and for the network.
-    Imports from a network file system take minutes on 64 or more nodes."""
+    """Time limit of the check before training, with the ranks' imports, which take minutes from a network file system
+    on 64 or more nodes."""
     internet_on_compute_nodes: bool = Field(False, description="Jobs on compute nodes can reach the internet.")
     shared: bool = False
     """Share the runs in a lab: the folder's group can read and write every file."""
     hang_seconds: values.Seconds = 600
-    """Seconds without progress after which a training step counts as hung, or five median steps if that is longer.
-    Loading, saves and evaluations have six times as long. Stacks are kept and training resumes."""
+    """Seconds without progress, or five median steps if longer, after which a step counts as hung; six times as long
+    for loading, saves and evaluations. Stacks are kept and training resumes."""
     node_mtbf_hours: values.Hours = 3700
-    """Mean time between failures of one node, in hours and including preemptions, for `checkpoints.every_steps: auto`.
-    The default follows from 6.5 failures per 1000 node-days (arXiv 2410.21680)."""
+    """Hours between failures of one node, with preemptions, for `checkpoints.every_steps: auto`. The default is 6.5
+    failures per 1000 node-days (arXiv 2410.21680)."""
     trainings_per_user: values.Count = 2
-    """Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all runs and
-    checkouts. Further ones wait."""
+    """Fair use: trainings of one user in Slurm's queue, over all runs and checkouts. Further ones wait."""
     login_memory_gib: values.HostMemory = 2
     """Memory of the login node for plans and renderings of one user at once, GiB. Further ones wait."""
     cache: values.PathText | None = None
@@ -832,14 +817,14 @@ class Cluster(Section):
     """Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. Below `/dev/shm` it
     counts as host RAM."""
     purge_days: values.Count | None = None
-    """Days after which the site removes files of the folder of runs that nobody changed. `train` and `shardmake clean
-    --config` warn a week before."""
+    """Days after which the site removes unchanged files of the folder of runs. `train` and `shardmake clean --config`
+    warn a week before."""
     env: dict[values.Variable, values.LiteralText | values.SlurmNumber] = Field(default_factory=dict)
-    """Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace those that the job inherits and those
-    that Shardmake sets. `$NAME` in a value is refused. For secrets, use your shell: jobs inherit its variables."""
+    """Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace inherited ones and Shardmake's. `$NAME`
+    in a value is refused. For secrets, use your shell: jobs inherit its variables."""
     environment: values.PathText | None = None
-    """Python environment of the jobs (the folder above `bin/python`), if compute nodes have another one than the login
-    node. Both have the same versions."""
+    """Python environment of the jobs (the folder above `bin/python`), with the login node's versions, if compute nodes
+    have another one."""
     slurm: Slurm = Field(Slurm(), description="Slurm parameters, for `executor: slurm`.")
 
     @field_validator("accelerator")

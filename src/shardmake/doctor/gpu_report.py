@@ -19,7 +19,7 @@ COLUMNS = (
 TRAINING_COLUMNS = (
     "GPU", "training", "strategy or program", "tensors, GiB", "allocator, GiB", "process, GiB", "step, s", "tokens/s",
 )  # fmt: skip
-"""Planned / measured, and the error of the plan; a bare training has no plan."""
+"""Measured, and the error of the plan; a bare training has no plan."""
 _NONE = "-"
 _SIZES = ("allocated", "reserved", "device")
 
@@ -146,7 +146,7 @@ class GpuReport(RunRecord):
 def _planned(planned: int | None, measured: int | None) -> str:
     if not planned or not measured:
         return _NONE
-    return f"{planned / GIB:.2f} / {measured / GIB:.2f} ({planned / measured - 1:+.1%})"
+    return f"{measured / GIB:.2f} ({planned / measured - 1:+.1%})"
 
 
 def _tokens(one: Measured) -> str:

@@ -140,10 +140,9 @@ RECIPES = sorted((REPOSITORY / "examples/recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_recipe_loads_and_its_plan_is_shown(file: Path) -> None:
+def test_a_recipe_loads(file: Path) -> None:
     config = load_config(file)
     assert [*config.runs] == [file.stem] and load_cluster(REPOSITORY / config.cluster).executor == "slurm"
-    assert f"\n## {file.stem}\n" in (REPOSITORY / "docs/reference/recipes.md").read_text() and len(RECIPES) == 12
 
 
 SITES = sorted((REPOSITORY / "config/clusters/sites").glob("*.yaml"))

@@ -92,6 +92,11 @@ REASONS = {
     "the reasoning of": "reasoning", "a call of a tool": "call", "render the tools": "tools",
 }  # fmt: skip
 
+SAME = dict.fromkeys(("one turn", "last turn of the user", "answer with line breaks"), "right") | {
+    "unknown role": "role"
+}
+"""Outcomes that every template has, which the page states in words."""
+
 
 def cells_of(name: str, tokenizer: Any = None) -> tuple[str, ...]:
     """Return the cells of a template in the page, by a small tokenizer or by ``tokenizer``."""
@@ -107,9 +112,35 @@ def cells_of(name: str, tokenizer: Any = None) -> tuple[str, ...]:
 
 
 def read_page() -> dict[str, tuple[str, ...]]:
-    """Return the cells of each template in the page, and the titles at "template"."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
-    return {name: tuple(cells) for names, *cells in rows for name in names.split(", ")}
+    """Return the outcomes of each template in the page, in the order of the conversations."""
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    (_, *titles), *rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    found = {}
+    for names, *cells in rows:
+        outcomes = SAME | dict(zip(titles, [cell or "right" for cell in cells], strict=True))
+        ends = [(name.rstrip("+"), end) for name in names.split(", ") for end in ("", "_training")[: 1 + ("+" in name)]]
+        found |= {name + end: tuple(outcomes[title] for title in CONVERSATIONS) for name, end in ends}
+    return found
+
+
+def table(outcomes: dict[str, tuple[str, ...]]) -> str:
+    """Return the table of the page for the cells of each template."""
+    titles = [title for title in CONVERSATIONS if title not in SAME]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in sorted(outcomes.items()):
+        shown = dict(zip(CONVERSATIONS, cells, strict=True))
+        assert SAME.items() <= shown.items(), name
+        names = rows.setdefault(tuple(shown[title].replace("right", "") for title in titles), [])
+        if (plain := name.removesuffix("_training")) in names:
+            names[names.index(plain)] += "+"
+        else:
+            names.append(name)
+    lines = [f"| {' | '.join((', '.join(names), *cells))} |" for cells, names in rows.items()]
+    return "\n".join([f"| template | {' | '.join(titles)} |", f"|---{'|---' * len(titles)}|", *lines, ""])
+
+
+def test_the_table_is_read_as_it_is_written() -> None:
+    assert PAGE.read_text("utf-8").endswith(f"\n\n{table(read_page())}")
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
@@ -127,7 +158,7 @@ def test_added_tokens_of_space_are_not_marks() -> None:
 def test_few_of_the_pairs_that_trl_trains_are_refused() -> None:
     """A pair counts where TRL's training template keeps all texts; rows with a role that is none are refused by name."""
     page = read_page()
-    cells = {name: dict(zip(page["template"], held, strict=True)) for name, held in page.items()}
+    cells = {name: dict(zip(CONVERSATIONS, held, strict=True)) for name, held in page.items()}
     trained, refused = 0, []
     for name in [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]:
         for title, row in CONVERSATIONS.items():
@@ -152,10 +183,4 @@ def _trl_keeps_all(name: str, row: Row) -> bool:
 
 if __name__ == "__main__":
     head, _, _ = PAGE.read_text("utf-8").partition("| template |")
-    titles = ["template", *CONVERSATIONS]
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted(TEMPLATES):
-        rows.setdefault(cells_of(name), []).append(name)
-    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
-    PAGE.write_text(head + "\n".join(lines) + "\n", "utf-8")
+    PAGE.write_text(head + table({name: cells_of(name) for name in TEMPLATES}), "utf-8")
