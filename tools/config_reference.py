@@ -156,7 +156,8 @@ data:
 - Conversations go through the tokenizer's chat template. Roles of `sharegpt` become `user` (`human`, `user`),
   `assistant` (`gpt`, `assistant`, `chatgpt`), `system` and `tool` (`tool`, `function`, `observation`).
 - The content of a message is text, or a list of parts with `type: text`, which are joined. Other parts are refused.
-- A message of the assistant with `weight: 0` is context; other weights than 0 and 1 are refused.
+- A message of the assistant with `weight: 0` is context, as with `loss_mask: 0`, `train: false` or `loss: false`, or a
+  0 in a column `loss_mask` with an entry for each message. Other values than 0 and 1 are refused.
 - A JSON object that has a key twice is refused, because the first value would be lost.
 - Parquet files of a folder have the same columns, of types that Arrow unifies; files without rows are left out.
 - `input` follows `instruction` after an empty line, as one message of the user.
