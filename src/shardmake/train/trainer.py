@@ -154,8 +154,8 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     attempt = context.attempt
     if context.plan.choice.is_deepspeed:
         import_deepspeed()
-    if attempt.accelerator == "cpu":
-        leave_collectives_to_gloo()
+        if attempt.accelerator == "cpu":
+            leave_collectives_to_gloo()
     arguments = named_arguments(context.settings.arguments)
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)
