@@ -1,6 +1,6 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +21,7 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
+from shardmake.plan.abilities import describe_quantized_base
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, find_choice
 from shardmake.plan.fallbacks import find_fallbacks
@@ -54,6 +55,8 @@ class EstimateResult:
     """Why it takes that row, as the plan says it."""
     traced_tokens: int | None = None
     """Tokens of the traced step, if its bytes were scaled to the sequence."""
+    notes: Sequence[str] = ()
+    """How a base of quantized weights is counted."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """The numbers that went in, by name."""
 
@@ -81,6 +84,7 @@ class EstimateResult:
             ],
             "traced_tokens": self.traced_tokens,
             "advice": self.advice,
+            "notes": list(self.notes),
             "calibration": self.measured and asdict(self.measured),
         }
 
@@ -101,6 +105,7 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     result = EstimateResult(
         request, settings.model, settings.split, tuple(rows), measured=measured,
         traced_tokens=planner.traced_tokens(rows[0].choice), inputs=_inputs(settings),
+        notes=describe_quantized_base(settings.model, settings.run),
     )  # fmt: skip
     if not any(row.fits for row in rows):
         with warn_while_slow("Nothing fits; planning single changes that would"):

@@ -140,6 +140,8 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
         console.print(describe_scaling(result.traced_tokens, request.sequence_length or 0))
     if result.reason:
         console.print(f"* {result.reason}", highlight=False)
+    for note in result.notes:
+        console.print(f"{note[:1].upper()}{note[1:]}", highlight=False)
     if result.measured:
         console.print(f"On the device: {result.measured.origin}.")
     if result.advice:

@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from shardmake.commands.workflow import DEFAULT_CONFIG, LOCAL_CLUSTER
-from shardmake.config.foreign_files import describe_untranslated, translate
+from shardmake.config.foreign_files import Translation, translate
 from shardmake.config.inputs import check_inputs
 from shardmake.config.load import load_cluster, parse_config
 from shardmake.config.methods import DEFAULT_METHOD, METHODS
@@ -107,7 +107,7 @@ def write_config(answers: Answers, out: Path) -> str:
         run, notes, remarks = *_new_run(answers, cluster.processes_per_node), []
     else:
         made = translate(answers.source, cluster.processes_per_node, answers.objective)
-        run, notes, remarks = _translated(made.run, answers), {}, list(describe_untranslated(made))
+        run, notes, remarks = _translated(made.run, answers), {}, list(_untranslated(made))
         notes["global_batch_size"] = f"for {plural(cluster.processes_per_node, 'GPU')}: the file has those of one"
     name = answers.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(run["model"]).name).strip("-._").lower() or "run"
     text = _as_text({"cluster": answers.cluster, "runs": {name: run}}, _NOTES | notes, remarks)
@@ -202,3 +202,22 @@ def _batch(data: str, length: int | None, ranks: int) -> tuple[dict[str, int], d
     epochs = min(_EPOCHS, math.ceil(_STEPS / optimizer_steps(1, sequences, batch)))
     steps = optimizer_steps(epochs, sequences, batch)
     return {"global_batch_size": batch, "epochs": epochs}, {"epochs": f"about {plural(steps, 'optimizer step')}"}
+
+
+_ADVICE: Final = {
+    "beta": " (give --objective dpo or kto)",
+    "warmup_steps": " (set warmup_ratio to these steps divided by those that the plan prints)",
+}
+
+
+def _untranslated(made: Translation) -> Iterator[str]:
+    """Yield lines for what the run does not have from the file."""
+    if made.planned:
+        yield f"The plan decides instead of {', '.join(made.planned)}."
+    if made.assumed:
+        values = ", ".join(f"{key}: {json.dumps(value)}" for key, value in made.assumed.items())
+        yield f"Not in the file, taken for the defaults of {made.tool}; compare them with your version: {values}."
+    if made.untranslated:
+        yield "Not translated, and may change the result:"
+        for key, value in made.untranslated.items():
+            yield f"  {key}: {json.dumps(value, default=str)}{_ADVICE.get(key, '')}"

@@ -180,18 +180,20 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
 
     A stage is outdated if an earlier one that it uses is not done.
     """
-    proofs = {
-        "fetch": rundir.weights_receipt, "plan": rundir.plan, "render": rundir.training, "data": rundir.data_receipt,
-        "train": rundir.train_receipt, "consolidate": rundir.model_receipt, "evaluate": rundir.evaluation,
-        **({"push": rundir.push_receipt} if run.push else {}),
+    made = {
+        "fetch": [rundir.sources, rundir.weights_receipt], "plan": [rundir.plan],
+        "render": [rundir.training, rundir.rendered], "data": [rundir.data_receipt],
+        "train": [rundir.train_receipt], "consolidate": [rundir.model_receipt], "evaluate": [rundir.evaluation],
+        **({"push": [rundir.push_receipt]} if run.push else {}),
     }  # fmt: skip
     values, found = values_of(run, cluster), Stages()
-    for stage, proof in proofs.items():
-        changes = changed_settings(stage, values, rundir) if proof.exists() else []
+    for stage, files in made.items():
+        is_made = all(file.exists() for file in files)  # Snakemake runs a stage again that has lost one
+        changes = changed_settings(stage, values, rundir) if is_made else []
         # The fetch is open as long as the weights are not here.
         before = {earlier: found[earlier][0] for earlier in STAGES_BEFORE.get(stage, ())}
         uses_old = any(old in (CHANGED, OUTDATED) or (old == OPEN and one != "fetch") for one, old in before.items())
-        state = OPEN if not proof.exists() else CHANGED if changes else OUTDATED if uses_old else DONE
+        state = OPEN if not is_made else CHANGED if changes else OUTDATED if uses_old else DONE
         found[stage] = (state, changes)
     return found
 

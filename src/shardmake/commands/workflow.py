@@ -56,11 +56,13 @@ def snakemake_arguments(words: Sequence[str], profile: str | None = None) -> lis
     What the folder lacks comes from the installed Shardmake.
     """
     refuse_config_options(words)
-    given = config_options(words, "--profile", "--snakefile -s")[0]
+    given = config_options(words, "--profile", "--snakefile -s", "--directory -d")[0]
     found = [] if given.snakefile or has_workflow() else ["--snakefile", str(PROJECT / "Snakefile")]
     if not given.profile:
-        files = given.configfile or [DEFAULT_CONFIG]
-        profile = profile or load_cluster(Path(load_config(*map(Path, files)).cluster)).profile
+        folder = Path(given.directory or "")  # in which Snakemake reads all but --configfile
+        files = [*map(Path, given.configfile)] or [folder / DEFAULT_CONFIG]
+        named = [text.partition("=")[2] for text in given.config if text.startswith("cluster=")]
+        profile = profile or load_cluster(folder / (named or [load_config(*files).cluster])[-1]).profile
         here = Path(profile).is_dir()
         found += ["--profile", profile if here else str(PROJECT / "profiles" / Path(profile).name)]
     return [*found, *words]

@@ -5,7 +5,8 @@ that states where or how fast to train is the plan's. Every other key is listed,
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,9 @@ values of a run, or None if a run has nothing like it."""
 _SECTIONS: Final = ("dpo", "kto", "reward")
 """Sections of a run that belong to the objective of this name."""
 _OFF: Final[tuple[Any, ...]] = (None, False, "", "none", 0, [], {})
+_ON: Final = ("average_tokens_across_devices", "disable_dropout", "shuffle_merged_datasets")
+"""Keys without a counterpart that are on unless a file turns them off."""
+_PATTERN: Final = re.compile(r"[][\\(){}|*+?^$]")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -93,13 +97,17 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
         untranslated |= found.pop("", {}) if found else {}
         if found is not None and all(is_allowed(*one) for one in found.items()):
             run = overlay(run, found)
-        elif key in given and (found or value not in _OFF) and key not in (*tool.planned, *tool.idle, *tool.batch):
+        elif (
+            key in given
+            and (found or value not in _OFF or key in _ON)
+            and key not in (*tool.planned, *tool.idle, *tool.batch)
+        ):
             untranslated[key] = value
     adapters = {key: value for key, value in tool.by_method.get(run.get("method", ""), {}).items() if key not in given}
     for key, value in adapters.items():
         run = overlay(run, _found(tool.keys[key], value, values) or {})
-    size = [values.get(key) or 1 for key in tool.batch]
-    if other := [key for key, number in zip(tool.batch, size, strict=True) if not isinstance(number, int)]:
+    size = [1 if values.get(key) is None else values[key] for key in tool.batch]
+    if other := [key for key, one in zip(tool.batch, size, strict=True) if not isinstance(one, int) or one < 1]:
         raise ConfigError(f"--from: {path} has no whole number for {' and '.join(other)}. Write one.")
     run["global_batch_size"] = size[0] * size[1] * ranks
     if objective:
@@ -154,8 +162,9 @@ def _optimizer(value: Any, values: Values) -> Any:
     return {"optimizer": name} if name else None
 
 
-def _precision(half: str) -> Row:
-    return lambda value, values: {"precision": half} if value is True or value == "true" else {}
+def _precision(value: Any, values: Values) -> Any:
+    halves = [key for key in ("bf16", "fp16") if values.get(key) in (True, "true")]
+    return None if len(halves) == 2 else {"precision": halves[0]} if halves else {}
 
 
 def _trackers(value: Any, values: Values) -> Any:
@@ -172,6 +181,8 @@ def _if_true(**keys: Any) -> Row:
 
 
 def _lora_targets(value: Any, values: Values) -> Any:
+    if isinstance(value, str) and _PATTERN.search(value):
+        return None
     names = value.split(",") if isinstance(value, str) else value
     whole = names in (["all"], ["all-linear"])
     return {"lora.targets": "all-linear" if whole else names} if names else None
@@ -189,7 +200,7 @@ _TRAINER: Final[dict[str, Row]] = {
     "learning_rate": "learning_rate", "num_train_epochs": "epochs", "max_steps": _above_zero("max_steps"),
     "lr_scheduler_type": "scheduler", "warmup_ratio": "warmup_ratio", "warmup_steps": _warmup,
     "weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm", "seed": "seed", "optim": _optimizer,
-    "bf16": _precision("bf16"), "fp16": _precision("fp16"), "report_to": _trackers,
+    "bf16": _precision, "fp16": _precision, "report_to": _trackers,
     "save_steps": "checkpoints.every_steps", "save_total_limit": "checkpoints.keep",
     "eval_steps": "eval_every_steps",
     "load_best_model_at_end": _if_true(checkpoints__keep_best=True, final_checkpoint="best"),
@@ -309,6 +320,12 @@ _STAGES: Final[dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_FACTORY_ROLES: Final = _words(
+    "user_tag=human user_tag=user assistant_tag=gpt assistant_tag=assistant observation_tag=observation "
+    "observation_tag=tool function_tag=function_call system_tag=system"
+)
+
+
 def _factory_data(key: str) -> Row:
     """Return the row of a list of names that ``dataset_info.json`` describes."""
 
@@ -335,10 +352,12 @@ def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] 
     if is_pair or values.get("stage") == "pt":
         alike = {"prompt": "prompt" if is_pair else "text", "messages": "prompt"}
     columns = {alike.get(name, name): column for name, column in named.items()}
+    extra = {name: entry.pop(name) for name in ("subset", "num_samples") if name in entry}
     if is_chat:
         usual = {"role": "from", "content": "value"} if is_pair else {}
+        extra |= {} if is_pair else {"format": "sharegpt"}
         columns |= usual | {name: tags.pop(f"{name}_tag") for name in ("role", "content") if f"{name}_tag" in tags}
-    extra = {name: entry.pop(name) for name in ("subset", "num_samples") if name in entry}
+    entry |= {tag: name for tag, name in tags.items() if f"{tag}={name}" not in _FACTORY_ROLES}
     if not (file or hub) or entry or not str(split).isidentifier() or not columns.keys() <= Columns.model_fields.keys():
         return None
     return {
@@ -409,6 +428,7 @@ TRL: Final = Tool(
         "precompute_ref_log_probs": _if_true(dpo__reference="precomputed", kto__reference="precomputed"),
         "desirable_weight": "kto.desirable_weight", "undesirable_weight": "kto.undesirable_weight",
         "center_rewards_coefficient": "reward.center_rewards_coefficient",
+        "completion_only_loss": lambda value, values: {"data.loss_on": "all"} if value is False else {},
         "assistant_only_loss": _if_true(data__loss_on="assistant"),
     },
     ("per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -420,20 +440,3 @@ TRL: Final = Tool(
 )  # fmt: skip
 
 TOOLS: Final = (AXOLOTL, LLAMA_FACTORY, TRL)
-_ADVICE: Final = {
-    "beta": " (give --objective dpo or kto)",
-    "warmup_steps": " (set warmup_ratio to these steps divided by those that the plan prints)",
-}
-
-
-def describe_untranslated(made: Translation) -> Iterator[str]:
-    """Yield lines for what the run does not have from the file."""
-    if made.planned:
-        yield f"The plan decides instead of {', '.join(made.planned)}."
-    if made.assumed:
-        values = ", ".join(f"{key}: {json.dumps(value)}" for key, value in made.assumed.items())
-        yield f"Not in the file, taken for the defaults of {made.tool}; compare them with your version: {values}."
-    if made.untranslated:
-        yield "Not translated, and may change the result:"
-        for key, value in made.untranslated.items():
-            yield f"  {key}: {json.dumps(value, default=str)}{_ADVICE.get(key, '')}"

@@ -109,16 +109,18 @@ def refuse_config_options(arguments: Sequence[str]) -> None:
     for name in options.configfile:
         if not name:
             raise ConfigError("--configfile: the name is empty. Name a file, or set the variable that holds it.")
-        path = Path(name)
+        path, problem = Path(name), "is a file that a step of a run made"
         try:
-            read_yaml(path)
-        except ConfigError as error:
+            is_target = {"format", "checksum"} <= read_yaml(path).keys()
+        except ConfigError:
             if path.suffix in (".yaml", ".yml", ".json"):
                 raise
+            is_target, problem = True, "is not YAML" if path.exists() else "does not exist"
+        if is_target:
             raise ConfigError(
-                f"--configfile: {str(path)!r} {'is not YAML' if path.exists() else 'does not exist'}. The option "
-                "takes every word after it as a file. Write targets before it, such as `plan --configfile FILE`."
-            ) from error
+                f"--configfile: {name!r} {problem}. The option takes every word after it as a file. Write targets "
+                "before it, such as `plan --configfile FILE`."
+            )
 
 
 def sections(overrides: Sequence[str]) -> dict[str, Any]:

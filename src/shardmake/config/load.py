@@ -17,6 +17,7 @@ from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved,
 from shardmake.config.models import Cluster, Config, Run, Section
 from shardmake.config.parse_text import DuplicateKeyError, parse_yaml
 from shardmake.config.schema import KEY_ITSELF, Schema
+from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError, nearest
 from shardmake.core.secrets import keys_of_tokens
 
@@ -205,7 +206,14 @@ def _unknown_key(schema: Schema, detail: Detail) -> str:
     section = schema.section(schema.walk(detail["loc"][:-1])[1])
     assert section is not None
     allowed = [*section["properties"], *_RESOLVED.get(section["title"], ())]
-    return f"there is no such key.{nearest(str(detail['loc'][-1]), allowed)} Allowed here: {', '.join(allowed)}."
+    key, names = str(detail["loc"][-1]), dict[str, str]()
+    for row in SETTINGS.values():
+        names |= dict.fromkeys(row.trainer, row.key) if row.key in allowed else {}
+    for place, other in schema.sections():
+        names |= {name: f"{place}.{name}" for name in other["properties"]}
+    meant = f" Did you mean {names[key]!r}?" if key in names else nearest(key, allowed)
+    others = " Other options of sbatch go under extra." if section["title"] == "Slurm" else ""
+    return f"there is no such key.{meant} Allowed here: {', '.join(allowed)}.{others}"
 
 
 def _wrong_value(schema: Schema, detail: Detail) -> str:
@@ -221,5 +229,5 @@ def _yaml_hint(value: Any, allowed: list[str]) -> str:
     if isinstance(value, bool) and "text" in allowed:
         return " YAML reads on, off, yes and no as true or false. Put the word in quotes."
     if isinstance(value, int | float) and "text" in allowed:
-        return " YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
+        return " YAML reads this as a number. Put it in quotes."
     return ""

@@ -22,7 +22,7 @@ from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, descri
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, describe_optimizers
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, variable_problems
-from shardmake.config.slurm_options import find_option
+from shardmake.config.slurm_options import clashes, find_option, why_refused, why_refused_of_step
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 
 TRACKERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -692,6 +692,10 @@ class Container(Section):
     python: values.PathText = "python3"
     """Python in the image, by name or path, with Shardmake's libraries in the login node's versions."""
 
+    def _problems(self) -> Iterator[str]:
+        if self.kind == "pyxis" and re.fullmatch(r"[^./].*\.(sqsh|squashfs|sif)", self.image):
+            yield f"image: pyxis takes {self.image!r} for the name of an image in a registry. Write an absolute path"
+
 
 class Slurm(Section):
     """Slurm parameters of the jobs. Nodes, memory and CPUs follow from the plan."""
@@ -736,27 +740,35 @@ class Slurm(Section):
     again on them instead of a node that failed or is excluded."""
     wckey: str | None = Field(None, description="Workload characterization key.")
     exclude: str | None = Field(None, description="Nodes to exclude, in Slurm's notation.")
-    setup: list[str] = Field(default_factory=list)
+    setup: list[values.ShellLine] = Field(default_factory=list)
     """Shell commands to run first in each job, such as `module load cuda`."""
     srun_extra: list[str] = Field(default_factory=list)
     """Further options of the training's srun, such as `--mpi=none`."""
     container: Container | None = None
     """Run the jobs in a container, not in the login node's environment."""
     extra: dict[str, str | values.SlurmNumber | bool] = Field(default_factory=dict)
-    """Further #SBATCH parameters, by their long names; false leaves one out, such as `comment`. Those that size a job
+    """Further #SBATCH parameters, by their names; false leaves one out, such as `comment`. Those that size a job
     (such as `mem` and `gres`) hold for the training only, `exclusive` for training and evaluate. With `requeue: true`,
     Slurm restarts a job that it preempted or whose node failed; a training resumes from its newest checkpoint."""
+
+    @field_validator("srun_extra")
+    @classmethod
+    def _check_step(cls, words: list[str]) -> list[str]:
+        for before, word in zip(["", *words], words, strict=False):
+            if reason := why_refused_of_step(word, before):
+                raise ValueError(f"{word!r} {reason}")
+        return words
 
     @field_validator("extra")
     @classmethod
     def _check_extra(cls, extra: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
-        for name in extra:
-            option = find_option(name)
-            if option.key:
-                raise ValueError(f"{name!r} is set by the key slurm.{option.key}. Write it there")
-            if option.refused:
-                raise ValueError(f"{name!r} cannot be given here: {option.refused}")
-        return {find_option(name).flag: value for name, value in extra.items()}
+        found: dict[str, str | int | bool] = {}
+        for name, value in extra.items():
+            reason = why_refused(name)
+            if reason or (flag := find_option(name).flag) in found:
+                raise ValueError(f"{name!r} {reason or 'is given twice. Remove one of them'}")
+            found[flag] = value if isinstance(value, int) else values.check_text(value)
+        return found
 
     @property
     def time_limit_minutes(self) -> int:
@@ -808,9 +820,9 @@ class Cluster(Section):
     purge_days: values.Count | None = None
     """Days after which the site removes unchanged files of the folder of runs. `train` and `shardmake clean --config`
     warn a week before."""
-    env: dict[values.Variable, str | values.SlurmNumber] = Field(default_factory=dict)
-    """Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace inherited ones and Shardmake's. For
-    secrets, use your shell: jobs inherit its variables."""
+    env: dict[values.Variable, values.LiteralText | values.SlurmNumber] = Field(default_factory=dict)
+    """Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace inherited ones and Shardmake's. `$NAME`
+    in a value is refused. For secrets, use your shell: jobs inherit its variables."""
     environment: values.PathText | None = None
     """Python environment of the jobs (the folder above `bin/python`), with the login node's versions, if compute nodes
     have another one."""
@@ -827,6 +839,7 @@ class Cluster(Section):
                 "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
                 "`executor: slurm`"
             )
+        yield from clashes(self.slurm.extra, self.slurm.memory, self.slurm.gpu_request)
         if self.slurm.spare_nodes and not self.slurm.restart_in_place:
             yield "slurm.spare_nodes: they need slurm.restart_in_place: true. Write it, or remove this key"
         if self.slurm.spare_nodes and self.slurm.extra.get("requeue"):

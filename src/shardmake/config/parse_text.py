@@ -31,6 +31,8 @@ class _Strict(yaml.constructor.SafeConstructor):
             value = super().construct_object(node, deep=True)
         except (ValueError, OverflowError) as error:
             raise _error(node, str(error)) from None
+        if type(value) is int and not re.fullmatch(r"[+-]?(0|[1-9][\d_]*)", node.value):
+            return node.value  # YAML 1.1 takes 12:00:00 and 0027 for numbers to another base
         if isinstance(value, datetime.date):
             raise _error(node, f"{node.value!r} is a date. Write it in quotes")
         if isinstance(value, bytes | set):

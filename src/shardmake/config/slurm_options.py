@@ -1,6 +1,7 @@
 """The table of Slurm's options: one row per option of sbatch, with its names in the programs that submit jobs."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -44,28 +45,31 @@ class SlurmOption:
 
 
 _SET_BY_DRIVERS = ("begin", "dependency", "no-requeue", "requeue")
-_REFUSED = {
-    "job-name": "the driver finds its job by that name",
-    "array": "a run is one job; write several runs, or a sweep",
-    "ntasks": "each node has one task, which starts its ranks",
-    "export": "the jobs need the environment of the driver; put variables into the key env of the cluster file",
-    "clusters": "the driver asks one Slurm about its job; run Snakemake on a login node of that cluster",
-    "signal": "the ranks save at a signal of their own; its time is the key slurm.signal_seconds",
+_REFUSED_OF_STEPS: Final[Mapping[str, str]] = {
     "nodes": "the plan decides them; write the key nodes of the run, or max_nodes of the cluster file",
     "nodefile": "the plan decides the nodes; write the key exclude, or nodelist for a test",
     **dict.fromkeys(
-        ("ntasks-per-node", "ntasks-per-gpu", "overcommit", "use-min-nodes"),
+        ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "overcommit", "use-min-nodes"),
         "each node has one task, which starts its ranks",
     ),
     **dict.fromkeys(
-        ("cpus-per-gpu", "gpus-per-socket", "gpus-per-task", "mem-per-gpu"),
+        ("cpus-per-gpu", "gpus-per-socket", "gpus-per-task", "mem-per-gpu", "tres-per-task"),
         "the plan decides what each node gives; write the keys gpu_request and memory",
     ),
     **dict.fromkeys(
         ("chdir", "error", "input", "open-mode", "output"), "the driver reads the job's output in the folder of the run"
     ),
+    **dict.fromkeys(("help", "test-only", "usage", "version"), "with it, Slurm's command starts nothing"),
+}
+_REFUSED = {
+    **_REFUSED_OF_STEPS,
+    "job-name": "the driver finds its job by that name",
+    "array": "a run is one job; write several runs, or a sweep",
+    "export": "the jobs need the environment of the driver; put variables into the key env of the cluster file",
+    "clusters": "the driver asks one Slurm about its job; run Snakemake on a login node of that cluster",
+    "signal": "the ranks save at a signal of their own; its time is the key slurm.signal_seconds",
     **dict.fromkeys(
-        ("help", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait", "wrap"),
+        ("parsable", "quiet", "verbose", "wait", "wrap"),
         "it concerns the command sbatch, whose answer the driver reads, and not the job",
     ),
     **dict.fromkeys(
@@ -100,7 +104,47 @@ _ROWS = (
 SLURM_OPTIONS: Final[Mapping[str, SlurmOption]] = {row.flag: row for row in _ROWS}
 
 
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    "tasks-per-node": "ntasks-per-node",
+    "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus", "H": "hold",
+    "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes", "O": "overcommit", "Q": "quiet", "S": "core-spec",
+    "V": "version", "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error",
+    "h": "help", "i": "input", "k": "no-kill", "m": "distribution", "n": "ntasks", "o": "output", "p": "partition",
+    "q": "qos", "s": "oversubscribe", "t": "time", "v": "verbose", "w": "nodelist", "x": "exclude",
+}  # fmt: skip
+"""sbatch's letters, and a name that its help does not have."""
+
+
 def find_option(name: str) -> SlurmOption:
-    """Return the row of an option as a person spells it, such as ``--mail_type``."""
+    """Return the row of an option as a person spells it, such as ``--mail_type``, ``-L`` or sbatch's abbreviations."""
     flag = name.lstrip("-").replace("_", "-")
-    return SLURM_OPTIONS.get(flag, SlurmOption(flag))
+    flag = _OTHER_NAMES.get(flag, flag)
+    longer = [row for row in _ROWS if flag and row.flag.startswith(flag)]
+    return SLURM_OPTIONS.get(flag) or (longer[0] if len(longer) == 1 else SlurmOption(flag))
+
+
+def why_refused(name: str) -> str:
+    """Return why `slurm.extra` may not have an option, and what to do; empty if it may."""
+    option = find_option(name)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]+", option.flag):
+        return "is not an option of sbatch. Write the option as the key and its value behind it, as in mail-type: END"
+    if option.key:
+        return f"is set by the key slurm.{option.key}. Write it there"
+    return option.refused and f"cannot be given here: {option.refused}"
+
+
+def why_refused_of_step(word: str, before: str = "") -> str:
+    """Return why `slurm.srun_extra` may not have ``word`` after ``before``; empty if srun decides."""
+    if not word.startswith("-"):
+        is_value = before.startswith("-") and "=" not in before
+        return "" if is_value else "is not an option of srun. Write --NAME=VALUE"
+    option = find_option(word.partition("=")[0] if word.startswith("--") else word[1:2])
+    return f"cannot be given here: {option.refused}" if option.flag in _REFUSED_OF_STEPS else ""
+
+
+def clashes(extra: Mapping[str, object], memory: str, gpu_request: str) -> Iterator[str]:
+    """Yield which options of `slurm.extra` request again what the keys `memory` and `gpu_request` do."""
+    if memory == "per_cpu" and extra.get("mem"):
+        yield "slurm.extra: 'mem' cannot be combined with slurm.memory: per_cpu. Remove one of them"
+    if gpu_request != "none" and re.search(r"(^|,)(gres/)?gpu\b", str(extra.get("gres"))):
+        yield "slurm.extra: 'gres' has GPUs, which slurm.gpu_request requests. Write slurm.gpu_type instead"

@@ -135,6 +135,13 @@ def with_run_name(name: Any, run: Any) -> Any:
 AsNumber = BeforeValidator(_number)
 PathText = Annotated[str, AfterValidator(expand)]
 FileSize = Annotated[str, AfterValidator(_size)]
+LiteralText = Annotated[str, _matching(
+    r"(?s)(?!.*\$\{?\w).*",
+    "has a variable, which is not replaced. Write its value, or export it in slurm.setup or in your shell",
+)]  # fmt: skip
+ShellLine = Annotated[str, _matching(
+    r"(?s)(?!\s*#SBATCH).*", "is an option of sbatch, and no command. Write it under slurm.extra"
+)]  # fmt: skip
 TimeLimit = Annotated[str, AfterValidator(_time_limit)]
 GpuType = Annotated[str, _matching(
     r"[\w.+-]+",

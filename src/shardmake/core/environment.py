@@ -46,6 +46,13 @@ UNUSED = ("boto3", "scipy", "sklearn")
 """Packages that the libraries import for SageMaker and for losses of object detection, half a second of each rank."""
 
 
+def hide(*packages: str) -> list[str]:
+    """Let no import of this process find ``packages``, as if they were not installed; return those not imported yet."""
+    absent = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None lets an import fail
+    return absent
+
+
 @contextlib.contextmanager
 def hidden(*packages: str) -> Iterator[None]:
     """Let imports in a block not find ``packages``: libraries import all that they might use, which takes seconds.
@@ -54,8 +61,7 @@ def hidden(*packages: str) -> Iterator[None]:
     """
     collects = gc.isenabled()
     gc.disable()
-    absent = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None lets an import fail
+    absent = hide(*packages)
     try:
         yield
     finally:

@@ -7,11 +7,15 @@ boundaries of examples in ``cu_seq_lens``. Models treat restarting position ids 
 how, so `check_isolation` runs the model.
 """
 
+import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+import pyarrow as pa
 import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
@@ -26,36 +30,45 @@ Item = dict[str, torch.Tensor]
 
 
 class _Split(Dataset[Any]):
-    """One split of the data that `shardmake.data.stage.prepare` wrote to ``folder``, mapped from disk."""
+    """One split of the data that `shardmake.data.stage.prepare` wrote to ``folder``, mapped from disk.
 
-    library: ClassVar[str | None] = None
-    """Library whose arrays hold the values of a row; None: lists."""
+    The library datasets would map the same files, but its import takes half a second on every rank.
+    """
 
     def __init__(self, folder: Path, split: Literal["train", "eval"]) -> None:
-        import datasets
-
         DataReceipt.read(folder / DATA_RECEIPT)
-        self._rows = datasets.load_from_disk(str(folder / split)).with_format(self.library)
+        files = [file["filename"] for file in json.loads((folder / split / "state.json").read_text())["_data_files"]]
+        maps = [pa.memory_map(str(folder / split / file)) for file in files]
+        self._batches = [batch for file in maps for batch in pa.ipc.open_stream(file)]
+        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._ends[-1] if self._ends else 0
+
+    def _row(self, index: int) -> dict[str, Any]:
+        """Return the Arrow scalar of each column of row ``index``."""
+        index = range(len(self))[index]
+        number = bisect_right(self._ends, index)
+        batch = self._batches[number]
+        return {name: batch[name][index - self._ends[number]] for name in batch.schema.names}
+
+    def _column(self, name: str) -> list[Any]:
+        return [value for batch in self._batches for value in batch[name].to_pylist()]
 
 
 class Sequences(_Split):
     """The sequences of one split; each has one example, or several with packing."""
 
-    library = "numpy"
-
     def lengths(self) -> list[int]:
         """Return the tokens of each sequence."""
-        return [int(sum(parts)) for parts in self._rows["seq_lengths"]]
+        return [sum(parts) for parts in self._column("seq_lengths")]
 
     def __getitem__(self, index: int) -> Item:
         """Return ``input_ids``, ``labels`` and ``position_ids`` of one sequence, int64, each of shape [tokens].
 
         Labels are -100 for tokens without loss; position ids restart at 0 with each example.
         """
-        row = self._rows[index]
+        row = {name: value.values.to_numpy(zero_copy_only=False) for name, value in self._row(index).items()}
         ids = torch.from_numpy(row["input_ids"].astype("int64"))
         learned = torch.from_numpy(row["loss_mask"])
         positions = torch.cat([torch.arange(int(length)) for length in row["seq_lengths"]])
@@ -158,14 +171,14 @@ class Preferences(_Split):
 
     def labels(self) -> list[bool]:
         """Return the label of each completion."""
-        return list(self._rows["label"])
+        return self._column("label")
 
     def __getitem__(self, index: int) -> Answered:
         """Return ``prompt_ids``, and ``chosen_ids`` and ``rejected_ids``, or ``completion_ids`` and ``label``.
 
         Prompt and completion may be longer than a sequence: batches are cut when each prompt has its completion.
         """
-        row = self._rows[index]
+        row = {name: value.as_py() for name, value in self._row(index).items()}
         start = row["loss_mask"].index(True)
         prompt, answer = row["input_ids"][:start], row["input_ids"][start:]
         if "label" in row:

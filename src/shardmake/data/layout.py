@@ -20,9 +20,11 @@ Message = Mapping[str, Any]
 _Value = TypeVar("_Value")
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold what the model thinks before it answers."""
-_IS_LEARNED: Final = ("train", "training", "loss")
-"""Keys of Axolotl and ms-swift that are false for a message that is not learned."""
-MESSAGE_KEYS: Final = (*REASONING_KEYS, *_IS_LEARNED, "tool_calls", "function_call", "tool_call_id", "weight")
+MASK: Final = "loss_mask"
+"""Column of what is learned: one entry for each message."""
+_MARKS: Final = ("train", "training", "train_detail", "loss", "loss_scale", MASK, "step_loss_mask", "weight")
+"""Keys of Axolotl, ms-swift, VeOmni, slime and OpenAI that are 0 or false for a message that is not learned."""
+MESSAGE_KEYS: Final = (*REASONING_KEYS, *_MARKS, "tool_calls", "function_call", "tool_call_id")
 """Keys of a message with a meaning of their own, beside its role and its text."""
 _CALL: Final = '{"function": {"name": "...", "arguments": {...}}}'
 _ROLES: Final[Mapping[str, str]] = {
@@ -34,6 +36,11 @@ _ROLES: Final[Mapping[str, str]] = {
 _OTHER_COLUMN: Final[Mapping[str, str]] = {"chat": "conversations", "sharegpt": "messages"}
 _MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of data sets whose conversations refer to images, films or sounds."""
+ELSEWHERE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("system", "system_prompt", "system_message"), "the system message"), "functions": "the tools",
+    "context": "the input", "margin": "the margin of a pair's rewards",
+}  # fmt: skip
+"""Columns from which other tools take something that changes the training."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,12 @@ class Layout:
             raise DataError(
                 "this example has earlier turns in the column history, which its answer would lack. Write the whole "
                 "conversation as messages."
+            )
+        masked = example.get(MASK, []), example.get(self.columns.get("messages", ""), [])
+        if MASK in example and not (all(isinstance(one, list) for one in masked) and len({*map(len, masked)}) == 1):
+            raise DataError(
+                f"{MASK} says what is learned of this example, and has no entry for each of its messages. Write "
+                "weight: 0 in messages that are not learned, and remove the column."
             )
         missing = [self.columns[c] for c in FORMATS[self.format].required if self.columns[c] not in example]
         if missing:
@@ -168,6 +181,8 @@ class Layout:
         messages = [example[name]] if isinstance(example[name], dict) else example[name]
         if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and role in m for m in messages)):
             raise DataError(f"{name} is not a list of messages, each with a {role} and a {content}.")
+        if column == "messages" and MASK in example:
+            messages = [{**message, MASK: entry} for message, entry in zip(messages, example[MASK], strict=True)]
         found = list[Message]()
         for message in messages:
             try:
@@ -196,7 +211,7 @@ class Layout:
             found["reasoning_content"] = _join(next(filter(None, thoughts)), ".reasoning_content")
         if calls:
             found["tool_calls"] = calls
-        marks = [key for key in _IS_LEARNED if isinstance(rest.get(key), bool)] + ["weight"] * ("weight" in rest)
+        marks = [key for key in _MARKS if key in rest]
         for key in marks:
             self._check_weight(found, rest[key], key)
         if len({rest[key] for key in marks}) > 1:

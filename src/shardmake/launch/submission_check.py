@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 _TEST = "--test-only"
 _TEMPORARY = re.compile(r"\bbusy\b|not (available|usable) now|\(down, drained or reserved\)|\(inactive or drain\)")
 """Text of sbatch about nodes, partitions and reservations that cannot start the job at present but may later."""
+_REFUSED_TEST = "allocation failure"
+"""Text of srun if Slurm refuses the task of a test, whose options srun has read before."""
+_OF_THIS_NODE = re.compile(rf"{TRANSIENT.pattern}|plugin|librar", re.IGNORECASE)
+"""Text of srun about what the nodes may have, though the login node does not."""
 _START = re.compile(r"\bto start at (\S+)")
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -42,10 +46,27 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     if cluster.slurm.driver == "job":
         folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
         _judge("the driver", run_slurm("sbatch", _TEST, stdin=batch_script(cluster, f"{PREFIX}NNN", folder)))
+    _check_step(cluster.slurm.srun_extra)
     _judge("train", run_slurm("sbatch", _TEST, stdin=_training_script(SlurmJobs(rundir.root, cluster, run), plan)))
     for stage in ON_GPUS:
         command = shlex.split(sbatch_command(stage, run, cluster, plan.resources[stage]))
         _judge(stage, run_slurm(*command, _TEST, "--wrap=true"))
+
+
+def _check_step(options: list[str]) -> None:
+    """Let srun read further ``options`` of the training's step, in a test for one task; raise a `ConfigError`."""
+    answer = run_slurm("srun", _TEST, *options, "true") if options else None
+    if answer is None or answer.returncode == 0 or _REFUSED_TEST in answer.stderr:
+        return
+    words = _words(answer)
+    if not answer.stderr.startswith("srun: ") or _OF_THIS_NODE.search(words):
+        logger.warning("srun did not say whether it takes slurm.srun_extra (%s). The plan continues.", words)
+    else:
+        raise ConfigError(f"srun refuses slurm.srun_extra: {words.rstrip('.')}. Correct it in the cluster file.")
+
+
+def _words(answer: "subprocess.CompletedProcess[str]") -> str:
+    return "; ".join(re.sub(r"^s\w+: ((error|fatal): )?", "", line) for line in answer.stderr.splitlines())
 
 
 def _training_script(jobs: SlurmJobs, plan: Plan) -> str:
@@ -54,7 +75,7 @@ def _training_script(jobs: SlurmJobs, plan: Plan) -> str:
 
 def _judge(stage: str, answer: "subprocess.CompletedProcess[str]") -> None:
     """Log what Slurm says about the job of ``stage``, or raise a `ConfigError` if Slurm refuses it."""
-    words = "; ".join(re.sub(r"^sbatch: ((error|fatal): )?", "", line) for line in answer.stderr.splitlines())
+    words = _words(answer)
     if answer.returncode == 0:
         logger.info("Slurm would accept the job of %s: %s", stage, words)
     elif answer.returncode == 127 or TRANSIENT.search(words):

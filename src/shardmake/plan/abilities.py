@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention, head_limit
@@ -91,14 +91,12 @@ class Abilities:
 def find_abilities(model: Model, run: Run) -> Abilities:
     """Return what ``model`` can do with the run's method.
 
-    Raises `ModelError` if transformers has no causal language model for this config, its weights are quantized, or a
-    script trains a composite model.
+    Raises `ModelError` if transformers has no causal language model for this config, or a script trains a composite
+    model.
     """
-    if not run.script:
-        check_not_quantized(model)
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
-        _check_activation(model.text_config, model.source)
+        _check_names(model.text_config, model.source)
     if model.decoder is None or not _is_known(model):
         abilities = _of_class(model, run)
     else:
@@ -192,14 +190,15 @@ def _decoder_limit(decoder: Decoder) -> str:
 def describe_quantized_base(model: Model, run: Run) -> list[str]:
     """Return a line about how the estimate counts the weights of a base whose files hold quantized ones.
 
-    Only a script may train such a base, because it may dequantize it, or merge its adapters in its own way.
+    Only a script may train such a base, because it may dequantize it, or merge its adapters in its own way. Others get
+    an estimate, with the base that they need.
     """
     found = _declared_quantization(model.config)
     counted = "16 or 32 bits, as if it were dequantized"
     if run.method_spec.in_four_bits:
         counted = f"4 bits, as for method: {run.method}"
     line = f"the memory estimate counts the base in {counted}; its files hold quantized weights"
-    return [f"{line} ({_named(*found)})"] if found else []
+    return [f"{line} ({_named(*found)}){'' if run.script else f'. {_other_bases(found[1])}'}"] if found else []
 
 
 def _named(key: str, declared: Any) -> str:
@@ -214,10 +213,16 @@ def check_not_quantized(model: Model) -> None:
     """
     if found := _declared_quantization(model.config):
         raise ModelError(
-            f"Model cannot be trained: {model.source} declares quantized weights ({_named(*found)}). Name "
-            f"the same model in 16 or 32 bits{_how_to_dequantize(found[1])}. For adapters on a base in 4 bits "
-            "name that model with method: qlora, which quantizes it."
+            f"Model cannot be trained: {model.source} declares quantized weights ({_named(*found)}). "
+            f"{_other_bases(found[1])}"
         )
+
+
+def _other_bases(declared: Any) -> str:
+    return (
+        f"Name the same model in 16 or 32 bits{_how_to_dequantize(declared)}. For adapters on a base in 4 bits name "
+        "that model with method: qlora, which quantizes it."
+    )
 
 
 def _how_to_dequantize(declared: Any) -> str:
@@ -256,16 +261,24 @@ def check_class(config: Any, trained: str, source: str) -> None:
         )
 
 
-def _check_activation(config: Mapping[str, Any], source: str) -> None:
-    """Raise a `ModelError` for an activation that transformers lacks, at which every rank would fail."""
-    known = table_keys("transformers", "activations.py", "ACT2CLS")
-    name = config.get("hidden_act")
-    if name is not None and known and not (isinstance(name, str) and name in known):
-        raise ModelError(
-            f"Model cannot be trained: {source} has the hidden_act {name!r}, which transformers "
-            f"{version('transformers')} does not know. Use the config.json that came with the weights. It knows "
-            f"{', '.join(sorted(known))}."
-        )
+def _check_names(config: Mapping[str, Any], source: str) -> None:
+    """Raise a `ModelError` for an activation or a kind of RoPE that transformers lacks: every rank would fail."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer = [one for one in (rope, *(rope.values() if isinstance(rope, dict) else ())) if isinstance(one, dict)]
+    ropes = table_keys("transformers", "modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS")
+    named = [("hidden_act", config.get("hidden_act"), table_keys("transformers", "activations.py", "ACT2CLS"))]
+    named += [("rope_type", one.get("rope_type", one.get("type")), ropes and ropes | _ROPES) for one in by_layer]
+    for key, name, known in named:
+        if name is not None and known and not (isinstance(name, str) and name in known):
+            raise ModelError(
+                f"Model cannot be trained: {source} has the {key} {name!r}, which transformers "
+                f"{version('transformers')} does not know. Use the config.json that came with the weights. It knows "
+                f"{', '.join(sorted(known))}."
+            )
+
+
+_ROPES: Final = frozenset({"default", "su", "mrope"})
+"""Kinds of RoPE that transformers reads as another one."""
 
 
 @cache
@@ -288,10 +301,14 @@ def table_keys(package: str, file: str, table: str) -> set[str] | None:
     """Return the keys of a dictionary in the source of an installed package; None if it is not there."""
     source = _folder(package) / file
     for node in ast.walk(ast.parse(source.read_text())) if source.is_file() else ():
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and table in map(ast.unparse, _targets(node)):
             keys = getattr(node.value, "keys", ())
             return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
     return None
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets[:1] if isinstance(node, ast.Assign) else [node.target]
 
 
 def _folder(package: str) -> Path:

@@ -12,7 +12,7 @@ from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, count_rates, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan import refusals
-from shardmake.plan.abilities import Abilities, find_abilities
+from shardmake.plan.abilities import Abilities, check_not_quantized, find_abilities
 from shardmake.plan.parallelism import wrong_expert_parallel, wrong_sequence_parallel, wrong_tensor_parallel
 from shardmake.plan.refusals import has_flash_attention_2, needed_for_flash, refuse
 from shardmake.run.model_class import ModelClass
@@ -101,6 +101,8 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     plan away from the cluster is made without what trains there.
     """
     run, cluster, model = settings.run, settings.cluster, settings.model
+    if not run.script:
+        check_not_quantized(model)
     refuse(
         refusals.wrong_nodes(run, cluster),
         refusals.wrong_optimizer(run, model),

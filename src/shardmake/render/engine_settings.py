@@ -190,7 +190,7 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
     refused: set[str] = set()  # the size of a micro batch is put back, and may fail again
     while (key := parsers.culprit(config, reader)) is not None and key not in refused:
         refused.add(key)
-        value, effect = dict(leaves(config))[key], "DeepSpeed stops: it does not know this key or cannot use its value."
+        value, effect = dict(leaves(config))[key], f"DeepSpeed stops: {_own_reason(config)}."
         if dict(leaves(found.deepspeed)).get(key) == "auto":
             filled = f"The training arguments fill in {json.dumps(value)}, and DeepSpeed stops"
             value, effect = "auto", f"{filled}: it cannot use this value."
@@ -200,13 +200,26 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
         found.config, ignored = reader(config)
         found.defaults, _ = reader({MICRO_BATCH: 1})
     except Exception as error:
-        words = " ".join(str(error).partition("[type=")[0].split())[:200]
-        found.refuse("DeepSpeed", "the file", None, f"DeepSpeed stops with {type(error).__name__}: {words}.")
+        found.refuse("DeepSpeed", "the file", None, f"DeepSpeed stops with {type(error).__name__}: {_words(error)}.")
         return
     for name in ignored:
         if name in (settings.deepspeed or {}):
             effect = "DeepSpeed does not know this key and ignores it."
             found.problems.append(Problem("DeepSpeed", name, found.deepspeed.get(name), "warning", effect))
+
+
+def _own_reason(config: dict[str, Any]) -> str:
+    """Return why DeepSpeed stops on ``config``: in its own words if keys contradict each other."""
+    try:
+        parsers.deepspeed_settings(copy.deepcopy(config))
+    except Exception as error:
+        own = _words(error) if isinstance(error, AssertionError) else ""
+        return own or "it does not know this key or cannot use its value"
+    raise AssertionError("a key that DeepSpeed does not stop on")
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).partition("[type=")[0].split())[:200]
 
 
 def _set_precision(plugin: Any, found: EngineSettings) -> None:

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from unittest import mock
 
 from shardmake.config.user_file_keys import ACCELERATE_KEYS
@@ -42,6 +42,7 @@ def launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineSe
                 return
             found.refuse("Accelerate", key, values.pop(key), f"{_STOPS}: it cannot use this value.")
     found.launched = launched
+    _check_gpu_ids(launched, found)
     if found.launcher != "simple_launcher" or launched.mpirun_hostfile is not None:
         return
     found.world_size = 1
@@ -52,6 +53,17 @@ def launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineSe
     elif (launched.num_processes or 1) > 1:
         advice = f"{launched.num_processes} ranks need MULTI_GPU, also on CPUs, or mpirun_hostfile."
         found.refuse("Accelerate", "distributed_type", kind, f"{one_process} {advice}")
+
+
+def _check_gpu_ids(launched: Namespace, found: EngineSettings) -> None:
+    """Record ids that leave a machine with fewer GPUs than ranks, or with GPUs that no rank uses."""
+    ids, ranks = launched.gpu_ids, (launched.num_processes or 1) // (launched.num_machines or 1)
+    seen = ranks if launched.use_cpu or ids in (None, "all") else str(ids).strip(",").count(",") + 1
+    if seen != ranks:
+        problem = "so ranks fail for lack of a GPU" if seen < ranks else "so GPUs stay idle"
+        effect = f"Each machine starts {ranks} ranks on {seen} GPUs, {problem}. Write one for each rank."
+        level: Literal["error", "warning"] = "error" if seen < ranks else "warning"
+        found.problems.append(Problem("Accelerate", "gpu_ids", ids, level, effect))
 
 
 _STOPS: Final = "`accelerate launch` stops"

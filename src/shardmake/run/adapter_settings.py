@@ -99,7 +99,7 @@ class AdapterSettings(BaseModel):
     megatron_config: Any = _refused()
     velora_config: Any = _refused()
     monteclora_config: Any = _refused()
-    layer_replication: Any = _refused()
+    layer_replication: Any = _refused(instead=UNMERGED)
     lora_bias: Any = _refused(False)
     target_parameters: list[str] = _proved([])
     use_bdlora: Any = _refused()

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from shardmake.config.models import Dpo, Kto, Loss, Method, Objective, ObjectiveSection, Profile, Reward, Service
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import OptimizerSpec, find_built
 from shardmake.config.script_file import PREFIX
+from shardmake.run.adapter_settings import CONFIG
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.engine import Engine
 from shardmake.run.model_class import ModelClass
@@ -141,6 +144,23 @@ class TrainingSettings(RunFile):
         """Return the settings of the objective; None if it has none."""
         found: ObjectiveSection | None = getattr(self, self.objective, None)
         return found
+
+    @property
+    def unused_packages(self) -> list[str]:
+        """Return packages that transformers and Accelerate would import, and that this training does not use.
+
+        Each takes up to a second. Code of a model may use all of them, and a tracker those for data. pandas is an
+        optional part of pyarrow.
+        """
+        if self.program.kind == "script" or self.model.trust_remote_code:
+            return []
+        preferences = OBJECTIVES[self.objective].trl is not None
+        base = Path(self.model.path)
+        adapters = self.method.kind != "full" or (base / CONFIG).exists() or not base.is_dir()
+        data = preferences or self.arguments["report_to"] != "none"
+        engine = preferences or self.expected.engine == "deepspeed"
+        used = {"datasets": data, "pandas": data, "deepspeed": engine, "peft": preferences or adapters}
+        return [name for name, is_used in used.items() if not is_used]
 
 
 def script_environment(folder: AttemptDir, attempt: Attempt, plan: Plan, settings: TrainingSettings) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmake.core.atomic import write_bytes
-from shardmake.core.environment import UNUSED, hidden
+from shardmake.core.environment import UNUSED, hidden, hide
 from shardmake.core.log import configure_logging
 from shardmake.core.private_names import check_libraries, library_warnings
 from shardmake.core.process import die_with_parent
@@ -129,6 +129,7 @@ def load_program(folder: Path) -> Callable[[Path], None]:
 
     settings = TrainingSettings.read(AttemptDir(folder).training, "shardmake train NAME")
     kind = settings.program.kind
+    hide(*settings.unused_packages)
     with hidden(*UNUSED if kind == "trainer" else ()):
         return import_module(f"shardmake.train.{_MODULES[kind]}").train
 

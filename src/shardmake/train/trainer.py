@@ -96,8 +96,8 @@ def import_libraries(attempt_folder: Path) -> None:
 def _import_engine(context: RankContext) -> None:
     if context.plan.choice.is_deepspeed:
         import_deepspeed()
-    if context.attempt.accelerator == "cpu":
-        leave_collectives_to_gloo()
+        if context.attempt.accelerator == "cpu":
+            leave_collectives_to_gloo()
 
 
 def _make_trainer(context: RankContext, heartbeat: HeartbeatCallback) -> tuple[ShardedTrainer, StopOnRequest]:

@@ -110,6 +110,19 @@ def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFix
     assert "12.5 GB/s between nodes" in shown and "error of sharded trainings: " in shown
 
 
+def test_a_quantized_base_is_counted_as_what_can_be_trained(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declared = tmp_path / "config.json"
+    declared.write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
+    found, plain = (estimate(EstimateRequest(name, strategies=["zero2"])) for name in (str(declared), model))
+    assert [row.memory for row in found.rows] == [row.memory for row in plain.rows] and not plain.notes
+    (note,) = found.as_json()["notes"]
+    print_table(found)
+    assert "as if it were dequantized" in note and "shardmake fetch NAME --dequantize FOLDER" in note
+    assert note[1:] in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_step_that_was_scaled_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = replace(estimate(EstimateRequest(model, strategies=["zero3"])), traced_tokens=43)
     assert result.as_json()["traced_tokens"] == 43

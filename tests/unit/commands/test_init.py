@@ -109,12 +109,16 @@ def test_the_command_writes_a_folder_for_the_workflow_and_later_only_further_con
 @pytest.mark.parametrize(("words", "added"), [
     ([], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/local"]),
     (["-n", "plan", "--configfile=a.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/slurm"]),
+    (["-n", "--config", "cluster=nodes.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/slurm"]),
+    (["-d", "below", "--configfile=a.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/local"]),
     (["-s", "mine", "--profile", "x"], []),
 ])  # fmt: skip
 def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> None:
     write("config/config.yaml")
     Path("nodes.yaml").write_text(json.dumps(CLUSTER | {"executor": "slurm"}))
     write("a.yaml", cluster="nodes.yaml")
+    Path("below").mkdir()
+    Path("below/nodes.yaml").write_text(json.dumps(CLUSTER))
     assert snakemake_arguments(words) == [*added, *words]
     Path("Snakefile").write_text("rule other:\n    output: 'x'\n")  # not ours, and stays
     assert snakemake_arguments(words) == [*added, *words]

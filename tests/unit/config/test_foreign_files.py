@@ -111,6 +111,7 @@ def test_every_key_of_trl_is_one_of_its_classes() -> None:
     (FACTORY, "pref_loss", "simpo"), (FACTORY, "lr_scheduler_type", "warmup_of_tomorrow"),
     (FACTORY, "val_size", 100), (AXOLOTL, "warmup_steps", 123),
     (SMALL_TRL, "report_to", ["a tracker of tomorrow"]),
+    (AXOLOTL, "lora_target_modules", r"layers.\d+.(q|v)_proj"),
 ])  # fmt: skip
 def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: str, value: Any) -> None:
     run, _, untranslated = run_of({**values, key: value})
@@ -130,6 +131,7 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
     info = {
         "chats": chats | {"tags": {"role_tag": "who", "content_tag": "what"}},
         "odd": chats | {"key_of_tomorrow": 1},
+        "roles": chats | {"tags": {"user_tag": "U", "assistant_tag": "A"}},
         "hubs": {"hf_hub_url": "org/x", "ms_hub_url": "o/x", "om_hub_url": "o/x", "columns": None, "tags": None},
     }
     Path("data/dataset_info.json").write_text(json.dumps(info))
@@ -139,10 +141,12 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
     Path("base/chat_template.jinja").write_text("{{ enable_thinking }}")
     run, _, left = run_of({**sft, "model_name_or_path": "./base"})
     columns = {"messages": "turns", "role": "who", "content": "what"}
-    assert run["data"]["train"] == [{"source": "data/c.json", "columns": columns, "limit": 5}]
+    assert run["data"]["train"] == [{"source": "data/c.json", "columns": columns, "limit": 5, "format": "sharegpt"}], (
+        "the keys alone fit two formats"
+    )
     assert run["data"]["template_arguments"] == {"enable_thinking": False}
     assert "report_to" not in left and {"pref_beta", "pref_loss"} <= left
-    assert "dataset" in translate_of({**sft, "dataset": "odd"})
+    assert all("dataset" in translate_of({**sft, "dataset": name}) for name in ("odd", "roles"))
     assert run_of({**sft, "dataset": "hubs"})[0]["data"]["train"] == [{"source": "org/x"}]
 
 
@@ -163,6 +167,15 @@ def test_steps_of_warm_up_precede_its_ratio(values: dict[str, Any], given: dict[
 def test_a_key_without_a_counterpart_is_listed_unless_it_is_off(values: dict[str, Any], key: str) -> None:
     assert key in run_of({**values, key: 5})[2]
     assert key not in run_of({**values, key: None})[2]
+
+
+def test_values_that_contradict_each_other_are_not_chosen_from() -> None:
+    run, _, left = run_of(
+        {**SMALL_TRL, "bf16": True, "fp16": True, "completion_only_loss": False, "disable_dropout": False}
+    )
+    assert "precision" not in run and {"bf16", "fp16", "disable_dropout"} <= left and run["data"]["loss_on"] == "all"
+    with pytest.raises(ConfigError, match="no whole number for gradient_accumulation_steps"):
+        run_of({**SMALL_TRL, "gradient_accumulation_steps": 0})
 
 
 def test_files_are_recognized_and_those_of_other_meanings_are_not_judged_as_trainers() -> None:

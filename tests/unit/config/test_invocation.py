@@ -82,6 +82,7 @@ def test_files_are_checked_before_snakemake_reads_them(tmp_path: Path, monkeypat
     invocation.check_config_files(["--configfile"])
     (tmp_path / "report.html").write_text("\0<html>")
     (tmp_path / "empty.yaml").touch()
+    (tmp_path / "plan.json").write_text('{"format": 1, "checksum": "c"}')
     for words, message in (
         (
             ["--configfile", "good.yaml", "plan"],
@@ -89,6 +90,7 @@ def test_files_are_checked_before_snakemake_reads_them(tmp_path: Path, monkeypat
         ),
         (["--configfile", "good.yaml", "runs/x.html"], ".*'runs/x.html' does not exist. .* Write targets before it"),
         (["--configfile", "good.yaml", "report.html"], ".*'report.html' is not YAML. .* Write targets before it"),
+        (["--configfile", "good.yaml", "plan.json"], ".*'plan.json' is a file that a step .* Write targets before it"),
         (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),
         (["--configfile", ""], "--configfile: the name is empty. "),
         (["--configfile="], "--configfile: the name is empty. "),

@@ -19,12 +19,12 @@ from shardmake.launch.slurm_request import SlurmRequest
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
 REPOSITORY = Path(__file__).parents[3]
-TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
+TEXT_OR_NUMBER = "YAML reads this as a number. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
 
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+    ("slurm: {time_limit: 90}", f"slurm.time_limit: 90 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
     ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
     ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
     ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
@@ -41,6 +41,15 @@ def test_values_that_yaml_converts_are_explained(line: str, expected: str, tmp_p
     with pytest.raises(ShardmakeError) as error:
         load_cluster(path)
     assert str(error.value) == f"{path} cannot be used:\n  {expected}"
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("24:00:00", "24:00:00"), ("0027", "0027"), ("0x1F", "0x1F"), ("0b11", "0b11"),
+    ("1_000", 1000), ("-3", -3), ("+5", 5), ("0", 0), ("'8'", "8"),
+])  # fmt: skip
+def test_only_decimal_digits_are_a_number(text: str, value: int | str) -> None:
+    """YAML 1.1 reads a time and a mask of permissions as numbers, whose text then differs from the file's."""
+    assert parse_yaml(f"a: {text}") == {"a": value}
 
 
 @pytest.mark.parametrize("spelling", ["5e-4", "5E-4", "0.5e-3", "+5e-4", ".5e-3", "5.e-4", "5.0e-4", "0.0005"])

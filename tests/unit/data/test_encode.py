@@ -83,18 +83,22 @@ def test_the_completion_is_learned(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "key"), [(MARKED, "weight"), (PLAIN, "weight"), (PLAIN, "train"), (PLAIN, "loss")]
+    ("template", "key"),
+    [(MARKED, "weight"), (PLAIN, "weight"), (PLAIN, "train"), (PLAIN, "loss"), (PLAIN, "loss_mask"), (PLAIN, "column")],
 )
 def test_a_message_with_weight_0_is_not_learned(template: str, key: str) -> None:
     tokenizer = make_tokenizer(template)
     messages: list[dict[str, Any]] = [dict(message) for message in chat("u:a", "a:b", "u:c", "a:d", "u:e", "a:f")]
+    example: dict[str, Any] = {"messages": messages}
     for at, weight in ((1, 0), (2, 0), (3, 1)):
-        messages[at][key] = weight if key == "weight" else bool(weight)
-    found = encode(make_encoder(tokenizer, "chat"), {"messages": messages})
+        messages[at] |= {} if key == "column" else {key: bool(weight) if key in ("train", "loss") else weight}
+    if key == "column":
+        example["loss_mask"] = [0, 0, 0, 1, 0, 1]
+    found = encode(make_encoder(tokenizer, "chat"), example)
     expected = "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]<user>e</s><assistant>[f</s>]"
     assert shown(tokenizer, found) == expected
     with pytest.raises(ShardmakeError, match=r"^here: a message has weight 0, but data\.loss_on: all learns every"):
-        make_encoder(tokenizer, "chat", assistant_only=False)({"messages": messages}, "here")
+        make_encoder(tokenizer, "chat", assistant_only=False)(example, "here")
 
 
 def test_all_words_are_learned_but_the_first_token() -> None:

@@ -178,6 +178,23 @@ def packed(many: list[Tokens], tmp_path_factory: pytest.TempPathFactory) -> Sequ
     return Sequences(folder, "train")
 
 
+def test_rows_of_several_blocks_are_those_that_datasets_reads(tmp_path: Path) -> None:
+    rows = [[number] * (1 + number % 3) for number in range(2500)]
+    table = {
+        "input_ids": rows,
+        "loss_mask": [[True] * len(row) for row in rows],
+        "seq_lengths": [[len(r)] for r in rows],
+    }
+    datasets.Dataset.from_dict(table).save_to_disk(str(tmp_path / "train"), num_shards=2)
+    make_data_receipt("digest").write(tmp_path / DATA_RECEIPT)
+    found = Sequences(tmp_path, "train")
+    assert [found[index]["input_ids"].tolist() for index in range(len(found))] == rows
+    assert found[-1]["input_ids"].tolist() == rows[-1]
+    assert found.lengths() == [len(row) for row in rows]
+    with pytest.raises(IndexError):
+        found[2500]
+
+
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
 def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
     torch.manual_seed(0)

@@ -85,10 +85,12 @@ def test_formats_give_the_same_data(model: Path, tmp_path: Path, family: Any, mo
 
 def test_what_was_recognized_is_logged(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
-    path = write_rows(tmp_path / "t.jsonl", ALPACA)
+    path = write_rows(tmp_path / "t.jsonl", [row | {"system_prompt": "Be brief."} for row in ALPACA])
     receipt = prepare(make_run(model, {"train": path}), RunDir(tmp_path / "run"))
-    message = f"{path}: the examples are in the format alpaca (instruction, output). Columns that are not used: source."
-    assert message in caplog.messages
+    unused = "Columns that are not used: source, system_prompt."
+    assert f"{path}: the examples are in the format alpaca (instruction, output). {unused}" in caplog.messages
+    (warned,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "the column system_prompt is not used, from which other tools take the system message" in warned
     assert receipt.data_format == "alpaca" and receipt.loss_on_assistant
     assert receipt.columns == {c: c for c in ("instruction", "output", "input", "system")}
 

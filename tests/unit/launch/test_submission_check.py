@@ -1,5 +1,6 @@
 """Answers of Slurm to `sbatch --test-only`: refusals, and the starts that it estimates."""
 
+import contextlib
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from shardmake.core.errors import ConfigError
 from shardmake.launch.stage_jobs import ON_GPUS
-from shardmake.launch.submission_check import check_submission, expected_starts, node_counts
+from shardmake.launch.submission_check import _check_step, check_submission, expected_starts, node_counts
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import CandidateEstimate, MemoryEstimates, Resources
 from tests.programs import install_programs
@@ -80,6 +81,24 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
 def test_answers_that_only_warn(site: Site, caplog: Log, words: str, logged: str) -> None:
     site.check(words, "all")
     assert logged in caplog.text and words.removeprefix("sbatch: error: ") in caplog.text
+
+
+@pytest.mark.parametrize(("words", "verdict"), [
+    ("srun: unrecognized option '--nosuch'\nTry \"srun --help\" for more information", "unrecognized option '--nosuch'; Try"),
+    ("srun: error: unrecognized --cpu-bind argument\nsrun: fatal: Failed to parse.", "argument; Failed to parse. Corr"),
+    ("srun: error: mpi/pmix_v4: init: can not load PMIx library", None), ("not on login nodes, please", None),
+    ("srun: error: Socket timed out on send/recv operation", None),
+    ("srun: error: lua: no account\nallocation failure: Invalid account", ""),
+    ("allocation failure: Unable to contact slurm controller (connect failure)", ""),
+])  # fmt: skip
+def test_srun_reads_the_options_of_the_step(site: Site, caplog: Log, words: str, verdict: str | None) -> None:
+    """A refusal, a warning (None), or nothing to say."""
+    (site.folder / "said").write_text(words)
+    srun = f'[ "$*" = "--test-only --mpi pmix true" ] && cat "{site.folder}/said" >&2; exit 1'
+    install_programs(site.folder, site.monkeypatch, {"srun": srun})
+    with pytest.raises(ConfigError, match=verdict) if verdict else contextlib.nullcontext():
+        _check_step(["--mpi", "pmix"])
+    assert ("srun did not say" in caplog.text) == (verdict is None)
 
 
 def test_without_sbatch_the_plan_continues_and_without_slurm_nothing_is_asked(site: Site, caplog: Log) -> None:

@@ -284,6 +284,7 @@ REFUSED = [
      "names the class LlamaForSequenceClassification, but causal language models of this type are LlamaForCausalLM"),
     ({**LLAMA, "hidden_act": "sillu"}, {},
      r"has the hidden_act 'sillu', which transformers .* does not know\. .* It knows gelu, .*, silu, "),
+    ({**LLAMA, "rope_scaling": {"type": "yarm", "factor": 2.0}}, {}, r"has the rope_type 'yarm', which .* yarn\."),
     ({**LLAMA, "hidden_act": ["silu"]}, {}, r"has the hidden_act \['silu'\], which transformers"),
     ({"model_type": "bert", **SIZES, "architectures": ["BertForMaskedLM"]}, {}, "names the class BertForMaskedLM"),
     (LLAMA, {"method": "lora", "lora": {"targets": ["c_attn"]}}, "target not found"),

@@ -342,6 +342,22 @@ WRONG: list[tuple[str, str, bool]] = [  # a file, words of the error, and whethe
     ("distributed_type: [FSDP]\nnum_processes: 2", 'distributed_type is ["FSDP"]', True),
     ("distributed_type: FSDP\nnum_processes: {a: 2}", 'num_processes is {"a": 2}', True),
     ('{"train_micro_batch_size_per_gpu": -1, "zero_optimization": {"stage": 2}}', "per_gpu is -1", True),
+    (
+        '{"train_batch_size": 1, "bf16": {"enabled": true}, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
+        "DeepSpeed stops: bfloat16 and fp16 modes cannot be simultaneously enabled.",
+        True,
+    ),
+    (
+        "distributed_type: MULTI_GPU\nnum_processes: 8\ngpu_ids: 0,1",
+        "starts 8 ranks on 2 GPUs, so ranks fail for lack of a GPU.",
+        True,
+    ),
+    (
+        "distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 2\nmachine_rank: 0\nmain_process_ip: a\n"
+        "main_process_port: 1\ngpu_ids: 0,1,2",
+        "starts 4 ranks on 3 GPUs",
+        True,
+    ),
 ]
 
 

@@ -1,8 +1,10 @@
 """Each setting of adapter_config.json is merged as PEFT merges it, or refused by its name."""
 
 import json
+import math
 import random
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +216,16 @@ ADVISED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("setting", ADVISED)
 def test_advice_for_a_refused_setting_is_true(setting: str, tmp_path: Path) -> None:
-    """PEFT merges the adapter if the refusal says so, and no other."""
-    make_adapter(tmp_path, base_model(attention_bias=True), **ADVISED[setting])
+    """PEFT's merge is the trained model if the refusal advises it, and is not in other cases."""
+    trained = make_adapter(tmp_path, base_model(attention_bias=True), **ADVISED[setting])
     settings = AdapterSettings.read(tmp_path / "adapter" / "adapter_config.json")
     (advice,) = settings.refused(holds_base=False).values()
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    try:
-        PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
-    except Exception:
-        assert advice == UNMERGED
-    else:
-        assert advice == WITH_PEFT
+    error = math.inf
+    with suppress(Exception), torch.no_grad():
+        merged: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        error = float((merged.eval()(input_ids=IDS).logits - trained(input_ids=IDS).logits).abs().max())
+    assert advice == (WITH_PEFT if error < 1e-4 else UNMERGED)
 
 
 CHANGES_BASE = ["pissa", "pissa_niter_4", "olora"]
