@@ -210,7 +210,7 @@ def _unknown_key(schema: Schema, detail: Detail) -> str:
     for row in SETTINGS.values():
         names |= dict.fromkeys(row.trainer, row.key) if row.key in allowed else {}
     for place, other in schema.sections():
-        names |= {name: f"{place}.{name}" for name in other["properties"]}
+        names |= {name: f"{place}.{name}" for name in other["properties"] if not place.endswith("ENTRY")}
     meant = f" Did you mean {names[key]!r}?" if key in names else nearest(key, allowed)
     others = " Other options of sbatch go under extra." if section["title"] == "Slurm" else ""
     return f"there is no such key.{meant} Allowed here: {', '.join(allowed)}.{others}"

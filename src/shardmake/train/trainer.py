@@ -82,15 +82,15 @@ def import_libraries(attempt_folder: Path) -> None:
         RuntimeError: a library starts CUDA, which would hold memory of the GPU while the present rank trains.
     """
     context = RankContext.load(attempt_folder)
-    refused = RuntimeError("A rank that is kept ready must not start CUDA.")
-    with mock.patch.object(torch.cuda, "_lazy_init", side_effect=refused) as start:
+    refusal = "A rank that is kept ready must not start CUDA."
+    with mock.patch.object(torch.cuda, "_lazy_init", side_effect=RuntimeError(refusal)) as start:
         _import_engine(context)
         if OBJECTIVES[context.settings.objective].trl:
             import_module("shardmake.train.preferences")
         context.settings.model.model_class.find()
         load_tokenizer(context.settings)
     if start.called:  # a library that has ignored the error may have taken the CPU instead
-        raise refused
+        raise RuntimeError(refusal)
 
 
 def _import_engine(context: RankContext) -> None:
