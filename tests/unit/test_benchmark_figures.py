@@ -98,7 +98,8 @@ def _first_step() -> str:
     return (
         f"{ratio('shardmake train', 'bare sbatch')} a bare `sbatch` of torchrun; from a killed rank to the next step in "
         f"a new job {ratio('killed, new job', 'killed, torchrun')}, and restarted in place "
-        f"{ratio('killed, in place', 'killed, torchrun')} torchrun's own restart"
+        f"{ratio('killed, in place', 'killed, torchrun')} torchrun's own restart, "
+        f"{ratio('killed, in place', 'killed, new job')} a new job"
     )
 
 
