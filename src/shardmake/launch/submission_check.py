@@ -59,7 +59,8 @@ def _check_step(options: list[str]) -> None:
     if answer is None or answer.returncode == 0 or _REFUSED_TEST in answer.stderr:
         return
     words = _words(answer)
-    if not answer.stderr.startswith("srun: ") or _OF_THIS_NODE.search(words):
+    is_of_site = _words(run_slurm("srun", _TEST, "true")) == words  # such as one that takes no job without an account
+    if is_of_site or not answer.stderr.startswith("srun: ") or _OF_THIS_NODE.search(words):
         logger.warning("srun did not say whether it takes slurm.srun_extra (%s). The plan continues.", words)
     else:
         raise ConfigError(f"srun refuses slurm.srun_extra: {words.rstrip('.')}. Correct it in the cluster file.")

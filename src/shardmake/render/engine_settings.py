@@ -210,12 +210,14 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
 
 def _own_reason(config: dict[str, Any]) -> str:
     """Return why DeepSpeed stops on ``config``: in its own words if keys contradict each other."""
+    own = ""
     try:
         parsers.deepspeed_settings(copy.deepcopy(config))
-    except Exception as error:
-        own = _words(error) if isinstance(error, AssertionError) else ""
-        return own or "it does not know this key or cannot use its value"
-    raise AssertionError("a key that DeepSpeed does not stop on")
+    except AssertionError as error:
+        own = _words(error)
+    except (Exception, SystemExit):
+        pass
+    return own or "it does not know this key or cannot use its value"
 
 
 def _words(error: Exception) -> str:

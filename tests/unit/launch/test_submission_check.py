@@ -87,14 +87,15 @@ def test_answers_that_only_warn(site: Site, caplog: Log, words: str, logged: str
     ("srun: unrecognized option '--nosuch'\nTry \"srun --help\" for more information", "unrecognized option '--nosuch'; Try"),
     ("srun: error: unrecognized --cpu-bind argument\nsrun: fatal: Failed to parse.", "argument; Failed to parse. Corr"),
     ("srun: error: mpi/pmix_v4: init: can not load PMIx library", None), ("not on login nodes, please", None),
-    ("srun: error: Socket timed out on send/recv operation", None),
+    ("srun: error: Socket timed out on send/recv operation", None), ("srun: error: name a project", None),
     ("srun: error: lua: no account\nallocation failure: Invalid account", ""),
     ("allocation failure: Unable to contact slurm controller (connect failure)", ""),
 ])  # fmt: skip
 def test_srun_reads_the_options_of_the_step(site: Site, caplog: Log, words: str, verdict: str | None) -> None:
     """A refusal, a warning (None), or nothing to say."""
-    (site.folder / "said").write_text(words)
-    srun = f'[ "$*" = "--test-only --mpi pmix true" ] && cat "{site.folder}/said" >&2; exit 1'
+    said = site.folder / "said"
+    said.write_text(words)
+    srun = f'[ "$*" = "--test-only --mpi pmix true" ] && cat {said} >&2 || grep project {said} >&2; exit 1'
     install_programs(site.folder, site.monkeypatch, {"srun": srun})
     with pytest.raises(ConfigError, match=verdict) if verdict else contextlib.nullcontext():
         _check_step(["--mpi", "pmix"])
