@@ -173,11 +173,9 @@ class FaultRun:
     def configure(self, strategy: str, ranks_per_node: int = 1, **changes: Any) -> None:
         """Plan and render the run with ``strategy`` on two nodes, unless it is configured so already."""
         run: dict[str, Any] = {
-            "strategy": strategy,
-            "max_steps": self.steps,
-            "checkpoints": {"every_steps": self.every},
+            "strategy": strategy, "max_steps": self.steps, "checkpoints": {"every_steps": self.every},
             "eval_every_steps": "never",
-        } | changes
+        } | changes  # fmt: skip
         wanted = run | {"ranks_per_node": ranks_per_node}
         if wanted == self.configured:
             return

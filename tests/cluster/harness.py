@@ -236,13 +236,9 @@ class Cluster:
         Raises `ClusterError` with that output if ``check`` and it fails. ``env`` adds to `environment`.
         """
         result = subprocess.run(
-            self.command(command, node=node, cwd=cwd),
-            env=environment(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+            self.command(command, node=node, cwd=cwd), env=environment(env), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
         if check and result.returncode:
             words = command if isinstance(command, str) else shlex.join(command)
             raise ClusterError(f"{words} ended with {result.returncode}:\n{result.stdout}{result.stderr}")

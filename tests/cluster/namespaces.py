@@ -57,14 +57,9 @@ def spawn(command: Sequence[str], log: Path) -> subprocess.Popen[str]:
     """Start ``command`` in a session of its own and wait until it prints its first line."""
     with log.open("a") as stderr:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd="/",
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd="/",
             start_new_session=True,
-        )
+        )  # fmt: skip
     if not _pipe(process.stdout).readline():
         raise RuntimeError(f"{command[0]} ended with {process.wait()}: {log.read_text()}")
     return process

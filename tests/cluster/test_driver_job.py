@@ -96,11 +96,8 @@ def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJo
     driver.wait_for_steps(3)
     (printed,) = json.loads(driver.checkout.on_login_node("shardmake", "status", "--json"))
     assert printed["driver_job"] == {
-        "job": first,
-        "state": "running",
-        "nodes": "c1",
-        "log": "runs/.driver/001/driver.log",
-    }
+        "job": first, "state": "running", "nodes": "c1", "log": "runs/.driver/001/driver.log",
+    }  # fmt: skip
     driver.cluster.run(["scancel", "--signal=USR1", "--batch", first])  # as Slurm does before the limit
     driver.wait_for_end("done")
     print(driver.log())

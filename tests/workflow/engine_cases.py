@@ -364,8 +364,7 @@ def details(built: Built) -> dict[str, Any]:
     if not built.uses_deepspeed:
         return found
     return found | {
-        "batch": built.model.train_batch_size(),
-        "initial_rate": first_group(built).get("initial_lr"),
+        "batch": built.model.train_batch_size(), "initial_rate": first_group(built).get("initial_lr"),
         "zero_optimizer": type(built.model.optimizer).__name__,
         "zero_init": any(hasattr(one, "ds_id") for one in built.model.module.parameters()),
-    }
+    }  # fmt: skip

@@ -182,16 +182,10 @@ def test_the_launcher_waits_through_the_end_of_the_ranks_and_ends_with_the_worke
     psutil.Process(its_child).kill()  # a rank would have ended with it
 
 
-@pytest.mark.parametrize(
-    ("changes", "program", "used"),
-    [
-        ({}, {}, True),
-        ({"restart_in_place": False}, {}, False),
-        ({"container": "image.sif"}, {}, False),
-        ({"on_one_machine": True}, {}, False),
-        ({}, {"script": "train.py"}, False),
-    ],
-)
+@pytest.mark.parametrize(("changes", "program", "used"), [
+    ({}, {}, True), ({"restart_in_place": False}, {}, False), ({"container": "image.sif"}, {}, False),
+    ({"on_one_machine": True}, {}, False), ({}, {"script": "train.py"}, False),
+])  # fmt: skip
 def test_ranks_are_kept_ready_for_own_trainings_in_slurm(
     tmp_path: Path, changes: dict[str, Any], program: dict[str, str], used: bool
 ) -> None:
