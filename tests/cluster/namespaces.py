@@ -66,7 +66,6 @@ def spawn(command: Sequence[str], log: Path) -> subprocess.Popen[str]:
 
 
 def notify(process: subprocess.Popen[str]) -> None:
-    """Send a line to a process that `spawn` started."""
     _pipe(process.stdin).write("go\n")
     _pipe(process.stdin).flush()
 
@@ -134,7 +133,6 @@ def kill_all(state: Path, *, timeout: float = 20) -> None:
 
 
 def kill(pid: int) -> None:
-    """Kill process ``pid`` if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

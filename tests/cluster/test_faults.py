@@ -233,7 +233,6 @@ def test_slurm_restarts_the_jobs_of_merge_and_evaluation(
 
 
 def losses_of(evaluation: Path) -> list[float]:
-    """Return the losses of the base and the tuned model."""
     scores = EvaluationResult.read(evaluation).scores
     assert scores
     return [score.loss for score in scores]

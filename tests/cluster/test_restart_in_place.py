@@ -26,7 +26,6 @@ def prepared(run: FaultRun, baseline_run: BaselineRuns, request: pytest.FixtureR
 
 
 def jobs(run: FaultRun) -> list[str]:
-    """Return the job of each attempt."""
     return [record["job"] for record in run.history()]
 
 

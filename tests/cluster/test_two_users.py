@@ -33,8 +33,6 @@ with FakeHub(Path(sys.argv[1])) as hub:
 
 @dataclass
 class SharedCheckout:
-    """The checkout that both users work in."""
-
     checkout: Checkout
     cluster: Cluster
     hub: str

@@ -18,8 +18,6 @@ from tests.workflow.checkout import REPOSITORY
 
 
 class User(NamedTuple):
-    """An account."""
-
     name: str
     id: int
     home: Path

@@ -86,7 +86,6 @@ def merged(checkpoint: Path, out: Path, target: Target = "keep", size: str = "20
 
 
 def load_weights(model: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors in a folder's safetensors files."""
     return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 

@@ -46,7 +46,6 @@ def has_ended(pid: int) -> bool:
 
 
 def child(before: str = "") -> Waiting:
-    """Return a process that waits."""
     waiting = Waiting([sys.executable, "-c", CHILD.format(before=before)], ENVIRONMENT, **PIPES)
     assert before or wait_until(waiting.is_ready, 60)
     return waiting
@@ -252,7 +251,6 @@ class Launch:
         self.pids = [line.split()[2] for line in lines_of_ranks(self.running, 2)]
 
     def command(self, argument: str, *options: str) -> list[str]:
-        """Return the worker's command."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
