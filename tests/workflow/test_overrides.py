@@ -84,18 +84,15 @@ def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
     assert "runs/demo" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\n\tb: 2\n", "line 2 is not valid YAML: found character '\\t' that cannot start any token."),
-        ("a: {b: 1\nc: 2\n", "line 2 is not valid YAML: expected ',' or '}', but got ':'."),
-        ("a: *b\n", "line 1 is not valid YAML: found undefined alias 'b'."),
-        ("a: 1\na: 2\n", "line 2 is not valid YAML: the key 'a' occurs twice."),
-        ("a: \xff\n", "line 1 is not valid UTF-8. Save the file as UTF-8."),
-        ("", " has no keys. See config/README.md for the keys."),
-        ("cluster: c\nruns: {}\n", " cannot be used:\n  runs: add at least one run."),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("a: 1\n\tb: 2\n", "line 2 is not valid YAML: found character '\\t' that cannot start any token."),
+    ("a: {b: 1\nc: 2\n", "line 2 is not valid YAML: expected ',' or '}', but got ':'."),
+    ("a: *b\n", "line 1 is not valid YAML: found undefined alias 'b'."),
+    ("a: 1\na: 2\n", "line 2 is not valid YAML: the key 'a' occurs twice."),
+    ("a: \xff\n", "line 1 is not valid UTF-8. Save the file as UTF-8."),
+    ("", " has no keys. See config/README.md for the keys."),
+    ("cluster: c\nruns: {}\n", " cannot be used:\n  runs: add at least one run."),
+])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_reported_without_python(checkout: Checkout, text: str, message: str) -> None:
     """Both the configuration of the clone and a file of ``--configfile``, which Snakemake reads before the workflow."""
     for name, options in (("config/config.yaml", ()), ("mine.yaml", ("--configfile", "mine.yaml"))):

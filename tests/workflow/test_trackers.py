@@ -86,7 +86,6 @@ def wandb_records(path: Path) -> "Iterator[object]":
 
 
 def steps(records: list[object]) -> list[int]:
-    """Return the reported optimizer steps in order."""
     history = [record.history for record in records if record.WhichOneof("record_type") == "history"]
     return [
         int(item.value_json)

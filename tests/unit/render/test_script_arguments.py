@@ -74,27 +74,23 @@ def test_arguments_that_agree_with_the_plan(args: list[str]) -> None:
     check("--lr_scheduler_kwargs", '{"power": 2}', scheduler_arguments={"power": 2})
 
 
-@pytest.mark.parametrize(
-    ("args", "run", "words"),
-    [
-        (["--per_device_train_batch_size", "8"], {}, "8 x gradient_accumulation_steps 1 x 4 readers is 32, but"),
-        (["--learning_rate=0.1"], {}, r"rate is 0\.1, but learning_rate is 0\.001 in the run\. Pass \$SHARDMAKE"),
-        (["--num_train_epochs", "2"], {"epochs": 3, "max_steps": None}, "num_train_epochs is 2.0, but epochs is 3"),
-        (["--max_seq_length", "64"], {}, "sequence_length is 64, but sequence_length is 32"),
-        (["--weight_decay", "0.5"], {"weight_decay": 0.1}, "weight_decay is 0.5, but weight_decay is 0.1"),
-        (
-            ["--lr_scheduler_kwargs", '{"power": 3}'],
-            {"scheduler_arguments": {"power": 2}},
-            r"kwargs is \{'power': 3\}, but scheduler_arguments is \{'power': 2\}",
-        ),
-        (["--fp16", "True"], {}, "fp16 is true, but the plan's precision is bf16"),
-        (["--config", "trl.json"], {}, r"(?s)is 32, but global_.*learning_rate is 0\.2.*sequence_length is 64"),
-        (["--deepspeed", "ds.json"], {"strategy": "zero3"}, r"ds\.json: zero_optimization\.stage is 2, planned is 3"),
-        (["--deepspeed", "ds.json"], {"strategy": "ddp"}, "json is a DeepSpeed file, but the plan's strategy is ddp"),
-        (["--deepspeed", "--deepspeed_config", "auto.json"], {}, r'auto\.json: train_batch_size is "auto", which only'),
-        (["--deepspeed", "--deepspeed_config", "sizes.json"], {}, "per_gpu 8 x .*steps 1 x 4 readers is 32, but"),
-    ],
-)
+@pytest.mark.parametrize(("args", "run", "words"), [
+    (["--per_device_train_batch_size", "8"], {}, "8 x gradient_accumulation_steps 1 x 4 readers is 32, but"),
+    (["--learning_rate=0.1"], {}, r"rate is 0\.1, but learning_rate is 0\.001 in the run\. Pass \$SHARDMAKE"),
+    (["--num_train_epochs", "2"], {"epochs": 3, "max_steps": None}, "num_train_epochs is 2.0, but epochs is 3"),
+    (["--max_seq_length", "64"], {}, "sequence_length is 64, but sequence_length is 32"),
+    (["--weight_decay", "0.5"], {"weight_decay": 0.1}, "weight_decay is 0.5, but weight_decay is 0.1"),
+    (
+        ["--lr_scheduler_kwargs", '{"power": 3}'], {"scheduler_arguments": {"power": 2}},
+        r"kwargs is \{'power': 3\}, but scheduler_arguments is \{'power': 2\}",
+    ),
+    (["--fp16", "True"], {}, "fp16 is true, but the plan's precision is bf16"),
+    (["--config", "trl.json"], {}, r"(?s)is 32, but global_.*learning_rate is 0\.2.*sequence_length is 64"),
+    (["--deepspeed", "ds.json"], {"strategy": "zero3"}, r"ds\.json: zero_optimization\.stage is 2, planned is 3"),
+    (["--deepspeed", "ds.json"], {"strategy": "ddp"}, "json is a DeepSpeed file, but the plan's strategy is ddp"),
+    (["--deepspeed", "--deepspeed_config", "auto.json"], {}, r'auto\.json: train_batch_size is "auto", which only'),
+    (["--deepspeed", "--deepspeed_config", "sizes.json"], {}, "per_gpu 8 x .*steps 1 x 4 readers is 32, but"),
+])  # fmt: skip
 def test_arguments_that_contradict_the_plan(args: list[str], run: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check(*args, **run)
@@ -134,28 +130,25 @@ def test_keys_that_do_not_reach_the_script(source: str, args: list[str], words: 
         assert line.strip().startswith(start)
 
 
-@pytest.mark.parametrize(
-    ("source", "args"),
-    [
-        ("from mine import parse\nparse()", []), ("not python (", []), (FINE_TUNED, ["$MY_ARGUMENTS"]),
-        (FINE_TUNED, ["--config", "nowhere.yaml"]),
-        (FINE_TUNED + "arguments.learning_rate = arguments.max_steps = 7\n", BATCH),
-        (FINE_TUNED + "os.environ['SHARDMAKE_LEARNING_RATE'], os.environ['SHARDMAKE_MAX_STEPS']", BATCH),
-        (FINE_TUNED, [*BATCH, "--learning_rate", "$RATE", "--max_steps", "$STEPS"]),
-        (FINE_TUNED + "parser.set_defaults(**mine)", []), ("from trl import SFTConfig\nSFTConfig(**given)", []),
-        (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--batch_size", "1"]),
-        ("add_argument('--local_rank', default=0)", ["--local_rank", "$LOCAL_RANK"]),
-        (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--gradient_acc", "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS"]),
-        *((f"{FINE_TUNED}{line}", BATCH) for line in CHANGED), *((f"{LOOP}{line}", []) for line in CHANGED),
-        (FINE_TUNED.replace("args_into_dataclasses(", "json_file('a'"), BATCH),
-        (FINE_TUNED, [*BATCH, "--my_settings=mine.toml"]), ("add_argument('-l', '--lr', default=0.1)", []),
-        ("add_argument('--lr', type=read, default='1e-1')", []),
-        ("one.add_argument('--lr', default=0.1)\ntwo.add_argument('--lr', default=0.2)", []),
-        ("add_argument('--local_rank', default=0)\nos.environ['LOCAL_RANK']", []),
-        ("from trl import SFTConfig\nTrainer(SFTConfig(max_steps=10, max_length=32), optimizers=(a, b))", BATCH),
-        pytest.param("a" + ".b" * 5_000, [], id="too deep to parse"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "args"), [
+    ("from mine import parse\nparse()", []), ("not python (", []), (FINE_TUNED, ["$MY_ARGUMENTS"]),
+    (FINE_TUNED, ["--config", "nowhere.yaml"]),
+    (FINE_TUNED + "arguments.learning_rate = arguments.max_steps = 7\n", BATCH),
+    (FINE_TUNED + "os.environ['SHARDMAKE_LEARNING_RATE'], os.environ['SHARDMAKE_MAX_STEPS']", BATCH),
+    (FINE_TUNED, [*BATCH, "--learning_rate", "$RATE", "--max_steps", "$STEPS"]),
+    (FINE_TUNED + "parser.set_defaults(**mine)", []), ("from trl import SFTConfig\nSFTConfig(**given)", []),
+    (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--batch_size", "1"]),
+    ("add_argument('--local_rank', default=0)", ["--local_rank", "$LOCAL_RANK"]),
+    (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--gradient_acc", "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS"]),
+    *((f"{FINE_TUNED}{line}", BATCH) for line in CHANGED), *((f"{LOOP}{line}", []) for line in CHANGED),
+    (FINE_TUNED.replace("args_into_dataclasses(", "json_file('a'"), BATCH),
+    (FINE_TUNED, [*BATCH, "--my_settings=mine.toml"]), ("add_argument('-l', '--lr', default=0.1)", []),
+    ("add_argument('--lr', type=read, default='1e-1')", []),
+    ("one.add_argument('--lr', default=0.1)\ntwo.add_argument('--lr', default=0.2)", []),
+    ("add_argument('--local_rank', default=0)\nos.environ['LOCAL_RANK']", []),
+    ("from trl import SFTConfig\nTrainer(SFTConfig(max_steps=10, max_length=32), optimizers=(a, b))", BATCH),
+    pytest.param("a" + ".b" * 5_000, [], id="too deep to parse"),
+])  # fmt: skip
 def test_nothing_is_claimed_of_what_cannot_be_read(source: str, args: list[str]) -> None:
     assert warned(source, *args) == ""
 
