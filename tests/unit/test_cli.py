@@ -16,49 +16,24 @@ from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedEr
 from shardmake.core.failures import explain_os_error
 
 COMMANDS = {
-    "fetch": ["fetch", "chat"],
-    "plan": ["plan", "chat"],
-    "render": ["render", "chat"],
-    "show": ["render", "chat", "--show"],
-    "data": ["data", "chat"],
-    "preview": ["data", "chat", "--show", "1"],
-    "train": ["train", "chat"],
-    "consolidate": ["consolidate", "chat"],
-    "merge": ["consolidate", "checkpoint", "out"],
-    "evaluate": ["evaluate", "chat"],
-    "push": ["push", "chat"],
-    "report": ["report", "chat"],
-    "retrain": ["retrain", "chat"],
-    "submit": ["submit"],
-    "status": ["status", "chat"],
-    "status of all": ["status"],
-    "list": ["list"],
-    "init": ["init", "--model", "org/base", "--data", "train.jsonl"],
-    "compare": ["compare", "chat"],
-    "config": ["config", "chat"],
-    "stop": ["stop", "chat"],
-    "stop a sweep": ["stop", "--sweep", "grid"],
-    "cancel": ["cancel", "chat"],
-    "cancel neither": ["cancel"],
-    "logs": ["logs", "chat"],
-    "reshard": ["reshard", "checkpoint", "out", "--ranks", "2"],
-    "verify": ["verify", "model"],
-    "check": ["check", "ds.json"],
-    "estimate": ["estimate", "model"],
-    "clean": ["clean"],
+    "fetch": ["fetch", "chat"], "plan": ["plan", "chat"], "render": ["render", "chat"],
+    "show": ["render", "chat", "--show"], "data": ["data", "chat"], "preview": ["data", "chat", "--show", "1"],
+    "train": ["train", "chat"], "consolidate": ["consolidate", "chat"], "merge": ["consolidate", "checkpoint", "out"],
+    "evaluate": ["evaluate", "chat"], "push": ["push", "chat"], "report": ["report", "chat"],
+    "retrain": ["retrain", "chat"], "submit": ["submit"], "status": ["status", "chat"], "status of all": ["status"],
+    "list": ["list"], "init": ["init", "--model", "org/base", "--data", "train.jsonl"], "compare": ["compare", "chat"],
+    "config": ["config", "chat"], "stop": ["stop", "chat"], "stop a sweep": ["stop", "--sweep", "grid"],
+    "cancel": ["cancel", "chat"], "cancel neither": ["cancel"], "logs": ["logs", "chat"],
+    "reshard": ["reshard", "checkpoint", "out", "--ranks", "2"], "verify": ["verify", "model"],
+    "check": ["check", "ds.json"], "estimate": ["estimate", "model"], "clean": ["clean"],
     "doctor": ["doctor", "--cluster", "cluster.yaml"],
-}
+}  # fmt: skip
 OF_A_RUN = [name for name, words in COMMANDS.items() if words[1:2] == ["chat"]]
 ONLY_READ = ("status", "config")
 RUN = {
-    "model": "base",
-    "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
-    "sequence_length": 32,
-    "global_batch_size": 2,
-    "max_steps": 2,
-    "learning_rate": 1e-3,
-    "push": {"to": "file:published"},
-}
+    "model": "base", "data": {"train": "train.jsonl", "eval": "eval.jsonl"}, "sequence_length": 32,
+    "global_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3, "push": {"to": "file:published"},
+}  # fmt: skip
 CLUSTER = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 4}
 
 
@@ -211,17 +186,13 @@ def test_a_full_disk_for_the_output_is_reported() -> None:
     assert done.returncode == 2 and "No space is left" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.ENOSPC, "No space is left on its file system. Free some space"),
-        (errno.EDQUOT, "Your disk quota is used up. Free some space"),
-        (errno.EROFS, "Its file system is read-only. Use a folder that you can write to."),
-        (errno.EACCES, "Permission was denied. Check its owner and mode"),
-        (errno.ENOENT, "It does not exist. Check the path"),
-        (errno.ENOTDIR, "A part of the path is a file"),
-    ],
-)
+@pytest.mark.parametrize(("number", "words"), [
+    (errno.ENOSPC, "No space is left on its file system. Free some space"),
+    (errno.EDQUOT, "Your disk quota is used up. Free some space"),
+    (errno.EROFS, "Its file system is read-only. Use a folder that you can write to."),
+    (errno.EACCES, "Permission was denied. Check its owner and mode"),
+    (errno.ENOENT, "It does not exist. Check the path"), (errno.ENOTDIR, "A part of the path is a file"),
+])  # fmt: skip
 def test_errors_of_the_system_have_path_reason_and_advice(number: int, words: str) -> None:
     with_path = explain_os_error(OSError(number, os.strerror(number), "runs/chat/x"), Path("runs/chat"))
     assert str(with_path).startswith(f"Cannot use runs/chat/x. {words}")
@@ -236,14 +207,11 @@ def test_a_full_disk_without_a_path_names_the_folder_of_the_command(folder: Path
     assert str(found).startswith(f"Cannot use {folder}/runs/chat. No space is left")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError("org/base has no file named config.json"), "failed. org/base has no file named config.json. Check"),
-        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "failed. Connection timed out. Check the place"),
-        (OSError(errno.ENXIO, "No such device", "/dev/x"), "failed: /dev/x. No such device. Check the place"),
-    ],
-)
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError("org/base has no file named config.json"), "failed. org/base has no file named config.json. Check"),
+    (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "failed. Connection timed out. Check the place"),
+    (OSError(errno.ENXIO, "No such device", "/dev/x"), "failed: /dev/x. No such device. Check the place"),
+])  # fmt: skip
 def test_other_errors_keep_their_text(error: OSError, words: str) -> None:
     found = explain_os_error(error, Path())
     assert type(found) is ShardmakeError and words in str(found)

@@ -13,12 +13,9 @@ from tests.unit.plans import make_cluster, make_model, make_plan
 
 def test_buckets_are_read_from_the_rendered_section() -> None:
     section = {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": 7,
-        "sub_group_size": 1e9,
+        "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7, "sub_group_size": 1e9,
         "offload_optimizer": {"device": "cpu", "pin_memory": False},
-    }
+    }  # fmt: skip
     buckets = read_buckets(section, 4096)
     assert (buckets.reduce_bucket_size, buckets.stage3_prefetch_bucket_size) == (4096**2, 7)
     assert (buckets.sub_group_size, buckets.overlap_comm, buckets.pin_memory) == (10**9, True, False)
@@ -27,18 +24,13 @@ def test_buckets_are_read_from_the_rendered_section() -> None:
 H100 = {"accelerator": "h100", "memory_gib_per_node": 512.0}
 
 
-@pytest.mark.parametrize(
-    ("cluster", "choice", "elements"),
-    [
-        (H100, {"nodes": 2}, 50_000_000),
-        (H100, {"nodes": 2, "precision": "fp32"}, 41_471_180),  # a 256th of 79.1 GiB for two buckets
-        (H100, {"nodes": 1}, 4096**2),  # NVLink has little latency
-        ({**H100, "gpu_memory_gib": 12.0}, {"nodes": 2}, 4096**2),
-        ({**H100, "gpu_memory_gib": 24.0}, {"nodes": 2}, 25_165_824),
-        ({}, {"nodes": 2}, 4096**2),
-    ],
-    ids=["nodes", "fp32", "one-node", "small-gpu", "medium-gpu", "cpu"],
-)
+@pytest.mark.parametrize(("cluster", "choice", "elements"), [
+    (H100, {"nodes": 2}, 50_000_000),
+    (H100, {"nodes": 2, "precision": "fp32"}, 41_471_180),  # a 256th of 79.1 GiB for two buckets
+    (H100, {"nodes": 1}, 4096**2),  # NVLink has little latency
+    ({**H100, "gpu_memory_gib": 12.0}, {"nodes": 2}, 4096**2),
+    ({**H100, "gpu_memory_gib": 24.0}, {"nodes": 2}, 25_165_824), ({}, {"nodes": 2}, 4096**2),
+], ids=["nodes", "fp32", "one-node", "small-gpu", "medium-gpu", "cpu"])  # fmt: skip
 def test_buckets_between_nodes_are_large_where_the_gpu_has_room(
     cluster: dict[str, Any], choice: dict[str, Any], elements: int
 ) -> None:

@@ -10,12 +10,9 @@ from shardmake.memory.calibration import fit
 
 
 @given(
-    st.integers(0, GIB),
-    st.one_of(st.none(), st.integers(0, GIB)),
-    st.integers(0, GIB),
-    st.integers(0, GIB),
+    st.integers(0, GIB), st.one_of(st.none(), st.integers(0, GIB)), st.integers(0, GIB), st.integers(0, GIB),
     st.lists(st.integers(GIB, 8 * GIB), min_size=2, max_size=4),
-)
+)  # fmt: skip
 def test_fit_recovers_context_nccl_and_pools(
     context: int, nccl: int | None, pools: int, occupied: int, sizes: list[int]
 ) -> None:

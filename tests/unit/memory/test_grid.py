@@ -34,15 +34,11 @@ SIZES = {
 }  # fmt: skip
 """More layers than are traced of a model whose layers are alike, and tensors that are large beside a segment."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 128},
-    "gemma": {"head_dim": 128},
-    "granite": {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True},
+    "llama": {}, "mistral": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 128},
+    "gemma": {"head_dim": 128}, "granite": {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"]},
-}
+}  # fmt: skip
 STRATEGIES = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload")
 METHODS = ("full", "lora", "qlora")
 TARGETS = {("mixtral", "qlora"): ("q_proj", "v_proj")}

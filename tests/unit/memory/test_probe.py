@@ -26,12 +26,10 @@ CONFIG = {
 FOUND = Calibration(GIB // 2, 2 * GIB, GIB // 4, "a GPU", "node7", "2026-01-31")
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [(None, "no nvidia-smi. Run it on a compute node"), ("exec sleep 60", "nvidia-smi does not answer"),
-     ("exit 6", "nvidia-smi fails or finds none")],
-    ids=["none", "hangs", "fails"],
-)  # fmt: skip
+@pytest.mark.parametrize(("script", "words"), [
+    (None, "no nvidia-smi. Run it on a compute node"), ("exec sleep 60", "nvidia-smi does not answer"),
+    ("exit 6", "nvidia-smi fails or finds none"),
+], ids=["none", "hangs", "fails"])  # fmt: skip
 def test_a_machine_without_a_gpu_is_rejected_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
 ) -> None:
@@ -61,8 +59,7 @@ def test_the_estimate_uses_and_reports_the_calibration(
     outside = [row.memory.gpu.device - row.memory.gpu.reserved for row in after.rows]
     assert outside == [FOUND.context + 2 * GIB, FOUND.context + 2 * GIB + FOUND.pools] * 2
     assert [row.memory.gpu.reserved for row in before.rows] == [row.memory.gpu.reserved for row in after.rows]
-    assert after.as_json()["calibration"]["host"] == "node7"
-    assert before.as_json()["calibration"] is None
+    assert after.as_json()["calibration"]["host"] == "node7" and before.as_json()["calibration"] is None
     print_table(after)
     assert "as measured on node7" in " ".join(capsys.readouterr().out.split())
     other = estimate(EstimateRequest(str(tmp_path / "config.json"), accelerator="a100-80gb", strategies=["ddp"]))

@@ -50,8 +50,7 @@ QWEN3_5 = {
 }  # fmt: skip
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAVA_NEXT = {
-    "model_type": "llava_next", "text_config": LLAMA,
-    "vision_config": {"model_type": "clip_vision_model", **VISION},
+    "model_type": "llava_next", "text_config": LLAMA, "vision_config": {"model_type": "clip_vision_model", **VISION},
 }  # fmt: skip
 GRANITE_SPEECH = {
     "model_type": "granite_speech", "text_config": {"model_type": "granite", **SIZES},
@@ -143,19 +142,16 @@ def test_of_a_known_composite_only_the_source_of_its_class_is_read(
     assert find_abilities(from_config(config, source="config.json"), make_run()) == wanted
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{**GEMMA4, "video_config": {"depth": 1}}, {**GEMMA3, "vision_config": {"model_type": "clip_vision_model"}}],
-    ids=["another tower", "another type of tower"],
-)
+@pytest.mark.parametrize("config", [
+    {**GEMMA4, "video_config": {"depth": 1}}, {**GEMMA3, "vision_config": {"model_type": "clip_vision_model"}},
+], ids=["another tower", "another type of tower"])  # fmt: skip
 def test_the_class_of_a_composite_with_an_unknown_tower_is_asked(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"model_class": "Other", "text_part": True, "absent": ["model.other"]}
     monkeypatch.setattr(abilities, "_ask", lambda *_, **__: found)
     model = from_config(config, source="config.json")
-    assert model.decoder is not None
-    assert find_abilities(model, make_run()).absent == ("model.other",)
+    assert model.decoder is not None and find_abilities(model, make_run()).absent == ("model.other",)
 
 
 def test_a_composite_whose_class_refuses_flash_attention_keeps_the_other_kernels(
@@ -203,19 +199,13 @@ def test_files_of_a_hybrid_that_name_its_weights_as_its_class_does_are_not_conve
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", **SIZES}))
     model = read_model(str(tmp_path))
     save_file({prefix + tensor.name: torch.zeros(1) for tensor in model.tensors}, tmp_path / "model.safetensors")
-    assert find_abilities(model, make_run()).model_class == "Qwen3_5ForCausalLM"
-    assert asked == ["layout"] * bool(prefix)
+    assert find_abilities(model, make_run()).model_class == "Qwen3_5ForCausalLM" and asked == ["layout"] * bool(prefix)
 
 
-@pytest.mark.parametrize(
-    ("config", "towers"),
-    [
-        (GEMMA3, ["model.vision_tower", "model.multi_modal_projector"]),
-        (QWEN3_5, ["model.visual"]),
-        (LLAVA_NEXT, ["model.vision_tower", "model.multi_modal_projector", "model.image_newline"]),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
-)
+@pytest.mark.parametrize(("config", "towers"), [
+    (GEMMA3, ["model.vision_tower", "model.multi_modal_projector"]), (QWEN3_5, ["model.visual"]),
+    (LLAVA_NEXT, ["model.vision_tower", "model.multi_modal_projector", "model.image_newline"]),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else None)  # fmt: skip
 def test_the_towers_of_a_composite_are_absent(config: dict[str, Any], towers: list[str], tmp_path: Path) -> None:
     settings = resolved(make_run(model=make_folder(tmp_path, config), packing=False))
     assert list(settings.abilities.absent) == towers and settings.workload.model_class.text_part
@@ -228,20 +218,12 @@ def test_the_towers_of_a_composite_are_absent(config: dict[str, Any], towers: li
         resolved(make_run(model=make_folder(tmp_path, config), packing=False, method="lora", lora={"adapter": "a"}))
 
 
-@pytest.mark.parametrize(
-    ("config", "attention", "mixing", "limit"),
-    [
-        (GPT2, ALL[1:], [], "dropout in its attention"),
-        ({**GPT2, "attn_pdrop": 0.0}, ALL, [], ""),
-        (BLOOM, ["eager"], ["eager"], "does not take"),
-        (OPT, ALL, ["sdpa", "eager"], ""),
-        (DEEPSEEK, ALL, [], ""),
-        ({"model_type": "qwen2_moe", **SIZES, "hidden_size": 96}, ALL[1:], [], "heads of 12 numbers"),
-        (LLAMA4, ["sdpa", "eager"], [], "does not take"),
-        (MAMBA, ["eager"], ["eager"], "does not take"),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
-)
+@pytest.mark.parametrize(("config", "attention", "mixing", "limit"), [
+    (GPT2, ALL[1:], [], "dropout in its attention"), ({**GPT2, "attn_pdrop": 0.0}, ALL, [], ""),
+    (BLOOM, ["eager"], ["eager"], "does not take"), (OPT, ALL, ["sdpa", "eager"], ""), (DEEPSEEK, ALL, [], ""),
+    ({"model_type": "qwen2_moe", **SIZES, "hidden_size": 96}, ALL[1:], [], "heads of 12 numbers"),
+    (LLAMA4, ["sdpa", "eager"], [], "does not take"), (MAMBA, ["eager"], ["eager"], "does not take"),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else None)  # fmt: skip
 def test_attention_and_packing_are_those_of_the_class(
     config: dict[str, Any], attention: list[str], mixing: list[str], limit: str
 ) -> None:
@@ -338,23 +320,18 @@ def gpus(**changes: Any) -> resolve.Cluster:
 
 SOFTCAP = r"Gemma2ForCausalLM changes the attention scores \(softcap\)"
 TAKEN: list[tuple[dict[str, Any], dict[str, str] | None, dict[str, Any], str, str]] = [
-    (GEMMA2, None, {}, "eager", ""),
-    (BLOOM, None, {"packing": False}, "eager", ""),
-    (OPT, None, {"packing": False}, "sdpa", ""),
-    (GPT2, None, {"method": "lora"}, "sdpa", ""),
+    (GEMMA2, None, {}, "eager", ""), (BLOOM, None, {"packing": False}, "eager", ""),
+    (OPT, None, {"packing": False}, "sdpa", ""), (GPT2, None, {"method": "lora"}, "sdpa", ""),
     (MIXTRAL, None, {"method": "lora", "lora": {"targets": ["q_proj", "gate_up_proj"]}}, "sdpa", ""),
-    (BLOOM, None, {"script": "train.py"}, "eager", ""),
-    (LLAMA, {}, {}, "varlen", ""),
+    (BLOOM, None, {"script": "train.py"}, "eager", ""), (LLAMA, {}, {}, "varlen", ""),
     (LLAMA, {"accelerator": "t4"}, {}, "sdpa", "varlen needs Ampere or later, and t4 is older"),
     (LLAMA, {}, {"precision": "fp32"}, "sdpa", "varlen needs precision bf16 or fp16, .*fp32"),
-    (LLAMA, {}, {"attention": "sdpa"}, "sdpa", ""),
-    (LLAMA, {}, {"script": "train.py"}, "sdpa", ""),
+    (LLAMA, {}, {"attention": "sdpa"}, "sdpa", ""), (LLAMA, {}, {"script": "train.py"}, "sdpa", ""),
     ({**LLAMA, "attention_dropout": 0.1}, {}, {}, "sdpa", "LlamaForCausalLM has dropout"),
     ({"model_type": "gemma", **SIZES, "head_dim": 512}, {}, {}, "sdpa", "has heads of 512 numbers"),
     ({**GPT2, "n_positions": 4096}, {}, {}, "sdpa", "GPT2LMHeadModel has dropout in its attention"),
-    (GEMMA2, {}, {}, "eager", SOFTCAP),
-    (OPT, {}, {}, "varlen", ""),
-]
+    (GEMMA2, {}, {}, "eager", SOFTCAP), (OPT, {}, {}, "varlen", ""),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -385,10 +362,9 @@ def install(folder: Path, name: str, version: str) -> None:
     metadata.write_text(f"Name: {name}\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "accepted"),
-    [("flash-attn", "2.8.3", True), ("flash-attn", "2.2.0", False), ("flash-attn-4", "4.0.0", False)],
-)
+@pytest.mark.parametrize(("name", "version", "accepted"), [
+    ("flash-attn", "2.8.3", True), ("flash-attn", "2.2.0", False), ("flash-attn-4", "4.0.0", False),
+])  # fmt: skip
 def test_only_flash_attention_2_counts_as_flash(
     name: str, version: str, accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,15 +468,11 @@ def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.M
     assert answer(config, ["v_proj"]).unmergeable == ()
 
 
-@pytest.mark.parametrize(
-    ("config", "targets"),
-    [
-        (MIXTRAL, ["q_proj", "k_proj", "v_proj", "o_proj"]),
-        ({"model_type": "olmoe", **SIZES, "num_experts": 4}, ["q_proj", "k_proj", "v_proj", "o_proj"]),
-        (DEEPSEEK, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
-)
+@pytest.mark.parametrize(("config", "targets"), [
+    (MIXTRAL, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    ({"model_type": "olmoe", **SIZES, "num_experts": 4}, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    (DEEPSEEK, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else None)  # fmt: skip
 def test_a_refused_mixture_names_the_targets_that_can_be_merged(config: dict[str, Any], targets: list[str]) -> None:
     """Of a base in 4 bits, adapters of the experts are not proved."""
     refused = answer(config, "all-linear", "qlora")
@@ -509,15 +481,12 @@ def test_a_refused_mixture_names_the_targets_that_can_be_merged(config: dict[str
     assert not accepted.unmergeable and accepted.adapted_experts == ("down_proj", "gate_up_proj")
 
 
-@pytest.mark.parametrize(
-    ("config", "targets", "words"),
-    [
-        (MIXTRAL, "all-linear", "each has its own adapters of down_proj, gate_up_proj"),
-        (GPT_OSS, ["q_proj", "experts.down_proj"], "each has its own adapters of down_proj; gate_up_proj stay as they"),
-        (GPT_OSS, "all-linear", r"down_proj, gate_up_proj stay as they are \(to adapt them, name them in lora\.targets"),
-        ({"model_type": "qwen2_moe", **SIZES, "num_experts": 4}, "all-linear", r"down_proj, gate_up_proj stay as they are"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "targets", "words"), [
+    (MIXTRAL, "all-linear", "each has its own adapters of down_proj, gate_up_proj"),
+    (GPT_OSS, ["q_proj", "experts.down_proj"], "each has its own adapters of down_proj; gate_up_proj stay as they"),
+    (GPT_OSS, "all-linear", r"down_proj, gate_up_proj stay as they are \(to adapt them, name them in lora\.targets"),
+    ({"model_type": "qwen2_moe", **SIZES, "num_experts": 4}, "all-linear", r"down_proj, gate_up_proj stay as they are"),
+])  # fmt: skip
 def test_the_plan_says_which_experts_get_adapters(config: dict[str, Any], targets: str | list[str], words: str) -> None:
     found = answer(config, targets)
     (line,) = found.describe_experts()

@@ -60,23 +60,19 @@ REFUSED: dict[str, Case] = {
     "empty": (LLAMA, "\n", MARKED, {}, "No examples in train.jsonl"),
     "one row": (LLAMA, lines(TEXTS[:1]), MARKED, {}, "has one example, and evaluation needs another"),
     "format": (LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "format": "chat"}}, "line 1"),
-    "evaluation": (
-        LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "eval": "./train.jsonl"}},
-        "has the examples of data.train",
-    ),
+    "evaluation": (LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "eval": "./train.jsonl"}},
+        "has the examples of data.train"),
     "columns": (LLAMA, lines([{"body": "a"}] * 2), MARKED, {}, "unknown format. The columns are"),
     "nothing to learn": (LLAMA, lines([{"messages": SHORT}] * 2), MARKED, {}, "has a token to learn"),
     "bloom": (BLOOM, lines(TEXTS), MARKED, {}, "packing: true cannot be used: BloomForCausalLM"),
     "protocol": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "s4://x/y"}}, "does not know the protocol s4://"),
     "folder": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "file:/proc/x"}}, "no folder can be created in /proc"),
-    "no learning": (
-        LLAMA, lines(TEXTS), MARKED, {"max_steps": None, "epochs": 1, "global_batch_size": 64}, "training learns nothing"
-    ),
+    "no learning": (LLAMA, lines(TEXTS), MARKED, {"max_steps": None, "epochs": 1, "global_batch_size": 64},
+        "training learns nothing"),
     "seed": (LLAMA, lines(TEXTS), MARKED, {"seed": -1}, "seed"),
     "fsdp": (LLAMA, lines(TEXTS), MARKED, {"strategy": "fsdp"}, "strategy: fsdp needs GPUs"),
-    "prompt": (
-        LLAMA, lines(TEXTS), "{{ raise_exception('no') }}", {"evaluation": {"prompts": ["a"]}}, "evaluation.prompts"
-    ),
+    "prompt": (LLAMA, lines(TEXTS), "{{ raise_exception('no') }}", {"evaluation": {"prompts": ["a"]}},
+        "evaluation.prompts"),
 }  # fmt: skip
 
 
@@ -90,10 +86,8 @@ def test_a_mistake_is_refused_at_plan(case: Case, plan: Callable[..., tuple[int,
 
 
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": (LLAMA, {}),
-    "gpt2 lora": (GPT2, {"method": "lora"}),
-    "bloom": (BLOOM, {"packing": False}),
-}
+    "llama": (LLAMA, {}), "gpt2 lora": (GPT2, {"method": "lora"}), "bloom": (BLOOM, {"packing": False}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "settings"), ACCEPTED.values(), ids=list(ACCEPTED))

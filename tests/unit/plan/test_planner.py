@@ -61,19 +61,14 @@ def own_file(tmp_path: Path, values: dict[str, Any]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "gradients"),
-    [
-        ({"strategy": "zero3", "micro_batch_size": 1}, "fp32"),
-        ({"strategy": "zero3", "micro_batch_size": 4}, "bf16"),
-        ({"strategy": "zero3", "micro_batch_size": 4, "gradient_dtype": "fp32"}, "fp32"),
-        ({"strategy": "fsdp", "micro_batch_size": 1}, "fp32"),
-        ({"strategy": "fsdp", "micro_batch_size": 1, "gradient_dtype": "bf16"}, "bf16"),
-        ({"strategy": "zero1", "micro_batch_size": 1}, "bf16"),
-        ({"strategy": "ddp", "micro_batch_size": 4}, "fp32"),
-        ({"strategy": "zero2", "precision": "fp32"}, "fp32"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "gradients"), [
+    ({"strategy": "zero3", "micro_batch_size": 1}, "fp32"), ({"strategy": "zero3", "micro_batch_size": 4}, "bf16"),
+    ({"strategy": "zero3", "micro_batch_size": 4, "gradient_dtype": "fp32"}, "fp32"),
+    ({"strategy": "fsdp", "micro_batch_size": 1}, "fp32"),
+    ({"strategy": "fsdp", "micro_batch_size": 1, "gradient_dtype": "bf16"}, "bf16"),
+    ({"strategy": "zero1", "micro_batch_size": 1}, "bf16"), ({"strategy": "ddp", "micro_batch_size": 4}, "fp32"),
+    ({"strategy": "zero2", "precision": "fp32"}, "fp32"),
+])  # fmt: skip
 def test_gradients_are_summed_in_fp32_if_a_step_has_several_passes(
     folders: dict[str, str], changes: dict[str, Any], gradients: str
 ) -> None:
@@ -88,9 +83,7 @@ def test_auto_takes_no_strategy_that_sums_gradients_in_16_bits(folders: dict[str
         choices = [candidate.choice for candidate in memory.candidates]
         return {choice.gradient_accumulation_steps for choice in choices if choice.strategy == "zero1"}
 
-    assert passes() == {1}
-    assert passes(gradient_dtype="fp32") == set()
-    assert passes(gradient_dtype="bf16") == {1, 2, 4}
+    assert passes() == {1} and passes(gradient_dtype="fp32") == set() and passes(gradient_dtype="bf16") == {1, 2, 4}
 
 
 def test_an_own_file_limits_the_choice_and_its_fallbacks(folders: dict[str, str], tmp_path: Path) -> None:
@@ -140,8 +133,7 @@ def test_the_memory_estimate_counts_the_sizes_of_an_own_file(folders: dict[str, 
 def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> None:
     made = plan(folders["tiny"], CPU)
     assert (made.choice.strategy, made.choice.precision, made.workload.attention) == ("ddp", "fp32", "sdpa")
-    assert made.choice.global_batch_size == 32
-    assert made.reason.startswith("ddp")
+    assert made.choice.global_batch_size == 32 and made.reason.startswith("ddp")
     assert all(fallback.choice.strategy.startswith(("ddp", "zero")) for fallback in made.fallbacks)
 
 
@@ -193,15 +185,13 @@ def test_a_fallback_with_offload_requests_more_host_memory(folders: dict[str, st
     made = plan(folders["eight"], gpus(), sequence_length=4096)
     offloads = 1 + ["offload" in fallback.choice.strategy for fallback in made.fallbacks].index(True)
     here, there = made.at(offloads - 1), made.at(offloads)
-    assert there.choice == made.fallbacks[offloads - 1].choice
-    assert there.host_memory > here.host_memory + 16 * 2**30
+    assert there.choice == made.fallbacks[offloads - 1].choice and there.host_memory > here.host_memory + 16 * 2**30
     asked = [its.resources["train"].memory_gib for its in (here, there)]
     assert there.host_memory < asked[1] * 2**30 and asked[0] < asked[1]
     assert next(made.fallbacks_below(offloads - 1, host=False)) == offloads
     below = next(made.fallbacks_below(offloads - 1, host=True), None)
     assert below is None or made.at(below).host_memory < here.host_memory
-    assert not list(made.fallbacks_below(len(made.fallbacks), host=False))
-    assert made.at(0) == made
+    assert not list(made.fallbacks_below(len(made.fallbacks), host=False)) and made.at(0) == made
 
 
 def test_fallbacks_try_16_bits_before_nvme_and_more_nodes(folders: dict[str, str]) -> None:
@@ -210,8 +200,7 @@ def test_fallbacks_try_16_bits_before_nvme_and_more_nodes(folders: dict[str, str
     assert made.choice.precision == "fp32"
     below = [fallback.choice for fallback in made.fallbacks]
     steps = [(choice.nodes, choice.strategy == "zero3-nvme", choice.precision != "fp32") for choice in below]
-    assert steps == sorted(steps)
-    assert any(choice.precision == "bf16" for choice in below)
+    assert steps == sorted(steps) and any(choice.precision == "bf16" for choice in below)
     assert plan(folders["tiny"], gpus(accelerator="v100-32gb")).choice.precision == "fp16"
     old = plan(folders["tiny"], gpus(accelerator="v100-32gb"), precision="fp32")
     assert {fallback.choice.precision for fallback in old.fallbacks} <= {"fp32", "fp16"}
@@ -252,8 +241,7 @@ def test_ranks_that_are_kept_ready_count_as_host_memory(folders: dict[str, str])
         return {"ready ranks" in item.host.terms for item in memory.candidates}
 
     in_place = Slurm(partition="gpu", restart_in_place=True)
-    assert term(in_place) == {True}
-    assert term(Slurm(partition="gpu")) == term(in_place, script="train.py") == {False}
+    assert term(in_place) == {True} and term(Slurm(partition="gpu")) == term(in_place, script="train.py") == {False}
 
 
 def test_weights_go_to_the_gpu_directly_and_host_ram_follows(folders: dict[str, str]) -> None:
@@ -293,8 +281,7 @@ def test_more_nodes_only_if_they_are_needed(folders: dict[str, str]) -> None:
 def test_resources_are_at_most_a_node(folders: dict[str, str]) -> None:
     for cluster, model in ((CPU, "tiny"), (gpus(), "eight")):
         for asked in plan(folders[model], cluster).resources.values():
-            assert 1 <= asked.memory_gib <= cluster.memory_gib_per_node
-            assert 1 <= asked.cpus <= cluster.cpus_per_node
+            assert 1 <= asked.memory_gib <= cluster.memory_gib_per_node and 1 <= asked.cpus <= cluster.cpus_per_node
 
 
 def test_a_plan_whose_jobs_slurm_refuses_is_not_written(folders: dict[str, str], tmp_path: Path) -> None:

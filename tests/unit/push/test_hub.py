@@ -44,15 +44,13 @@ def test_through_xet(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
     hub.transfer = "xet"
     push(RUN, rundir)
-    assert hub.asked("xet-write-token") and not hub.asked("info/lfs")
-    assert WEIGHTS.keys() < hub.files("lab/chat").keys()
+    assert hub.asked("xet-write-token") and not hub.asked("info/lfs") and WEIGHTS.keys() < hub.files("lab/chat").keys()
 
 
 def test_the_same_content_again_makes_no_commit_and_sends_nothing(hub: FakeHub, rundir: RunDir) -> None:
     first = push(RUN, rundir)
     hub.requests.clear()
-    assert push(RUN, rundir) == first
-    assert not hub.asked("PUT|/commit/|/repos/create|lfs")
+    assert push(RUN, rundir) == first and not hub.asked("PUT|/commit/|/repos/create|lfs")
 
 
 def test_only_what_changed_is_sent_and_old_files_go(hub: FakeHub, rundir: RunDir) -> None:
@@ -71,16 +69,13 @@ OVERLOADED = {"POST /api/repos/create": 3, "PUT /put/": 3, "POST .*/commit/": 3,
 }
 
 
-@pytest.mark.parametrize(
-    ("request_", "fault"),
-    [
-        *((one, {"times": OVERLOADED[one], "status": status}) for one in OVERLOADED for status in (429, 503)),
-        ("POST .*/commit/", {"status": 412, "message": "A commit has happened since."}),
-        # storage signs addresses for hours; a slow link needs longer
-        ("PUT /put/", {"status": 403, "message": "Request has expired"}),
-        *((one, {"status": 200}) for one in OVERLOADED if one not in ("PUT /put/", "POST .*/objects/batch")),
-    ],
-)
+@pytest.mark.parametrize(("request_", "fault"), [
+    *((one, {"times": OVERLOADED[one], "status": status}) for one in OVERLOADED for status in (429, 503)),
+    ("POST .*/commit/", {"status": 412, "message": "A commit has happened since."}),
+    # storage signs addresses for hours; a slow link needs longer
+    ("PUT /put/", {"status": 403, "message": "Request has expired"}),
+    *((one, {"status": 200}) for one in OVERLOADED if one not in ("PUT /put/", "POST .*/objects/batch")),
+])  # fmt: skip
 def test_an_overloaded_hub_another_commit_an_expired_address_and_a_web_page_are_outlasted(
     hub: FakeHub, rundir: RunDir, request_: str, fault: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,8 +145,7 @@ def test_a_hub_that_keeps_losing_files_is_an_error(
 def test_a_branch_is_made_and_main_stays(hub: FakeHub, rundir: RunDir) -> None:
     run = make_run(push={"to": "hub:lab/chat", "revision": "try-2"})
     push(run, rundir)
-    assert hub.files("lab/chat").keys() == {".gitattributes"}
-    assert contents(hub, "try-2").keys() > MODEL.keys()
+    assert hub.files("lab/chat").keys() == {".gitattributes"} and contents(hub, "try-2").keys() > MODEL.keys()
     hub.requests.clear()
     push(run, rundir)
     assert not hub.asked("/commit/")
@@ -160,8 +154,7 @@ def test_a_branch_is_made_and_main_stays(hub: FakeHub, rundir: RunDir) -> None:
 def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir: RunDir) -> None:
     run = make_run(push={"to": "hub:lab/chat", "pull_request": True})
     first = push(run, rundir)
-    assert hub.files("lab/chat").keys() == {".gitattributes"}
-    assert contents(hub, "refs/pr/1").keys() > MODEL.keys()
+    assert hub.files("lab/chat").keys() == {".gitattributes"} and contents(hub, "refs/pr/1").keys() > MODEL.keys()
     assert push(run, rundir) == first
     write_model(rundir, {**MODEL, "config.json": b"{}"})
     push(run, rundir)
@@ -257,51 +250,32 @@ def test_a_hub_that_makes_the_repository_public_gets_nothing(
 
 LIBRARY = "huggingface_hub.constants."
 FAILS: dict[str, tuple[Callable[[FakeHub, pytest.MonkeyPatch], object], str]] = {
-    "a token to read": (
-        lambda hub, patch: patch.setenv("HF_TOKEN", READER),
-        "rights to write.*\n.*Use a token with write permission, ask lab for access",
-    ),
-    "a token of old": (
-        lambda hub, patch: patch.setenv("HF_TOKEN", "hf_expired"),
-        "Invalid credentials.*\n.*Create a new one with write permission and run `hf auth login`",
-    ),
-    "no token": (
-        lambda hub, patch: (patch.delenv("HF_TOKEN"), patch.setattr(LIBRARY + "HF_TOKEN_PATH", "/none")),
-        r"needs a token with write permission, .*Run `hf auth login`, or set HF_TOKEN",
-    ),
-    "switched off": (
-        lambda hub, patch: patch.setattr(LIBRARY + "HF_HUB_OFFLINE", True),
-        "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set",
-    ),
-    "a hub that is gone": (
-        lambda hub, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9"),
-        r"The push to hub:lab/chat failed: .*refused.*\nUploaded files are kept.*Push again",
-    ),
+    "a token to read": (lambda hub, patch: patch.setenv("HF_TOKEN", READER),
+        "rights to write.*\n.*Use a token with write permission, ask lab for access"),
+    "a token of old": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_expired"),
+        "Invalid credentials.*\n.*Create a new one with write permission and run `hf auth login`"),
+    "no token": (lambda hub, patch: (patch.delenv("HF_TOKEN"), patch.setattr(LIBRARY + "HF_TOKEN_PATH", "/none")),
+        r"needs a token with write permission, .*Run `hf auth login`, or set HF_TOKEN"),
+    "switched off": (lambda hub, patch: patch.setattr(LIBRARY + "HF_HUB_OFFLINE", True),
+        "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"),
+    "a hub that is gone": (lambda hub, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9"),
+        r"The push to hub:lab/chat failed: .*refused.*\nUploaded files are kept.*Push again"),
     "storage that always rejects, which the token does not explain": (
         lambda hub, patch: hub.fail("PUT /put/", times=99, status=403, message="Request has expired"),
         r"403.*\nUploaded files are kept\. Push again",
     ),
     "no xet": (
-        lambda hub, patch: (
-            patch.setattr(LIBRARY + "HF_HUB_DISABLE_XET", False),
-            setattr(hub, "transfer", "xet"),
-            hub.fail("/xet-write-token/", times=99, status=404, message="Not found"),
-        ),
+        lambda hub, patch: (patch.setattr(LIBRARY + "HF_HUB_DISABLE_XET", False), setattr(hub, "transfer", "xet"),
+            hub.fail("/xet-write-token/", times=99, status=404, message="Not found")),
         r"hub:lab/chat failed.*\n.*Set HF_HUB_DISABLE_XET=1 and push again",
     ),
-    "storage used up": (
-        lambda hub, patch: hub.fail("POST .*/preupload/", status=402, message=FULL),
-        r"storage limit reached.*\n.*Free some space",
-    ),
-    "storage used up in the middle": (
-        lambda hub, patch: hub.fail("POST .*/objects/batch", status=403, message=FULL),
-        r"storage limit reached.*\n.*Free some space",
-    ),
-    "metadata that the hub does not take": (
-        lambda hub, patch: hub.card_errors.append('"license" must be one of ...'),
-        r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub rejected',
-    ),
-}
+    "storage used up": (lambda hub, patch: hub.fail("POST .*/preupload/", status=402, message=FULL),
+        r"storage limit reached.*\n.*Free some space"),
+    "storage used up in the middle": (lambda hub, patch: hub.fail("POST .*/objects/batch", status=403, message=FULL),
+        r"storage limit reached.*\n.*Free some space"),
+    "metadata that the hub does not take": (lambda hub, patch: hub.card_errors.append('"license" must be one of ...'),
+        r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub rejected'),
+}  # fmt: skip
 FULL = "Private repository storage limit reached, please upgrade your plan"
 
 

@@ -28,8 +28,7 @@ def test_the_prefix_holds_the_model_and_its_checksums(bucket: Any, rundir: RunDi
     receipt = push(RUN, rundir)
     found = contents(bucket)
     assert {name: found[name] for name in MODEL} == MODEL
-    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
-    assert receipt.destinations == [PushedTo(to=URL)]
+    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"} and receipt.destinations == [PushedTo(to=URL)]
 
 
 def test_the_same_content_again_writes_and_reads_no_model(
@@ -143,15 +142,12 @@ def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: pytest.Mo
         push(RUN, rundir)
 
 
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (PermissionError("Access Denied"), "Provide credentials with permission to list, read, write and delete"),
-        (OSError("QuotaExceeded: the bucket's quota is reached"), "The store is full. Free some space there"),
-        (OSError(28, "No space left on device"), "The store is full. Free some space there"),
-        (ConnectionError("Connection reset by peer"), "Uploaded files are kept. Push again."),
-    ],
-)
+@pytest.mark.parametrize(("error", "advice"), [
+    (PermissionError("Access Denied"), "Provide credentials with permission to list, read, write and delete"),
+    (OSError("QuotaExceeded: the bucket's quota is reached"), "The store is full. Free some space there"),
+    (OSError(28, "No space left on device"), "The store is full. Free some space there"),
+    (ConnectionError("Connection reset by peer"), "Uploaded files are kept. Push again."),
+])  # fmt: skip
 def test_what_a_store_refuses_is_answered_with_what_to_do(
     bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
 ) -> None:
@@ -163,13 +159,10 @@ def test_what_a_store_refuses_is_answered_with_what_to_do(
         push(RUN, rundir)
 
 
-@pytest.mark.parametrize(
-    ("to", "message"),
-    [
-        ("s3://other/chat", r"The push to s3://other/chat failed.*\nCreate the bucket first"),
-        ("gs://lab/chat", "Install the package that fsspec needs for gs://"),
-    ],
-)
+@pytest.mark.parametrize(("to", "message"), [
+    ("s3://other/chat", r"The push to s3://other/chat failed.*\nCreate the bucket first"),
+    ("gs://lab/chat", "Install the package that fsspec needs for gs://"),
+])  # fmt: skip
 def test_a_bucket_or_a_package_that_is_not_there(bucket: Any, rundir: RunDir, to: str, message: str) -> None:
     with pytest.raises(ShardmakeError, match=message):
         push(make_run(push={"to": to}), rundir)
