@@ -24,6 +24,8 @@ from shardmake.run.plan import CandidateEstimate, Choice, Fallback, GpuEstimate,
 from tests.unit.plans import make_plan
 from tools import gpu_page
 
+Patch = pytest.MonkeyPatch
+
 PAGE = gpu_page.PAGE.read_text()
 
 
@@ -95,20 +97,18 @@ def test_losses_are_compared_at_common_steps_of_equal_trainings() -> None:
     (trained("zero2", 0.0), trained("zero3", 0.0, losses={9: 8.0}), ["zero2 and zero3"]),
     (trained("zero2", 0.0), trained("zero3", 0.0, planned_allocated=6 * GIB), ["memory under zero3"]),
 ])  # fmt: skip
-def test_the_limit_of_losses_depends_on_the_precision_of_the_weights(
-    one: Trained, other: Trained, wrong: list[str]
-) -> None:
+def test_the_limit_of_losses_depends_on_the_type_of_the_weights(one: Trained, other: Trained, wrong: list[str]) -> None:
     """The planned 3 GiB of `trained` are a quarter below the measured 4."""
     assert [finding.check for finding in judge([one, other]) if finding.verdict is not Verdict.OK] == wrong
 
 
-def probed(monkeypatch: pytest.MonkeyPatch, stdout: str, returncode: int = 0, stderr: str = "") -> None:
+def probed(monkeypatch: Patch, stdout: str, returncode: int = 0, stderr: str = "") -> None:
     done = subprocess.CompletedProcess([], returncode, stdout, stderr)
     monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: done)
     monkeypatch.setattr(machine, "list_gpus", lambda: None)
 
 
-def test_the_first_gpu_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_gpu_is_the_machine(monkeypatch: Patch) -> None:
     one = f'["NVIDIA H100 80GB HBM3", {79 * GIB}]'
     probed(monkeypatch, f'a warning\n{{"gpus": [{one}, {one}], "cuda": "13.0", "nccl": "2.28.9"}}\n')
     found = find_machine()
@@ -120,9 +120,7 @@ def test_the_first_gpu_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("", 1, "cannot use the GPU: RuntimeError: error 802. Run `shardmake doctor --node`"),
     ('{"gpus": [["NVIDIA X1", 1]], "cuda": "13.0", "nccl": ""}', 0, "does not know the GPU 'NVIDIA X1'"),
 ])  # fmt: skip
-def test_a_machine_that_cannot_be_used_is_refused(
-    monkeypatch: pytest.MonkeyPatch, stdout: str, returncode: int, sentence: str
-) -> None:
+def test_a_machine_that_cannot_be_used(monkeypatch: Patch, stdout: str, returncode: int, sentence: str) -> None:
     probed(monkeypatch, stdout, returncode, "Traceback\nRuntimeError: error 802\n")
     with pytest.raises(ConfigError, match="make gpu-check") as error:
         find_machine()

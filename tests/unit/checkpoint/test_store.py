@@ -222,9 +222,7 @@ def fail_rmtree(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> Non
     monkeypatch.setattr(shutil, "rmtree", fail)
 
 
-def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log
-) -> None:
+def test_what_cannot_be_removed_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     """The removal is retried while a process still writes."""
     fail_rmtree(monkeypatch, "checkpoint-15", 2)
     stage(tmp_path, 15)

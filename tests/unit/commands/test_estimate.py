@@ -107,9 +107,7 @@ def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFix
     assert "12.5 GB/s between nodes" in shown and "error of sharded trainings: " in shown
 
 
-def test_a_quantized_base_is_counted_as_what_can_be_trained(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantized_base_counts_as_dequantized(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     declared = tmp_path / "config.json"
     declared.write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
     found, plain = (estimate(EstimateRequest(name, strategies=["zero2"])) for name in (str(declared), model))

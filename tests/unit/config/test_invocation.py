@@ -108,9 +108,7 @@ def test_files_are_checked_before_snakemake_reads_them(tmp_path: Path, monkeypat
     ("slurm", "slurm", None), ("slurm", "cluster-generic", None), ("local", "local", None), ("slurm", None, None),
     ("local", None, None),
 ])  # fmt: skip
-def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
-    cluster: str, executor: str | None, advice: str | None
-) -> None:
+def test_a_profile_unlike_the_cluster_file_is_rejected(cluster: str, executor: str | None, advice: str | None) -> None:
     file = Cluster(**{**CLUSTER, "executor": cluster})
     message = re.escape(f"cluster: c.yaml {advice}, or name a cluster file with ")
     with pytest.raises(ConfigError, match=f"^{message}") if advice else nullcontext():

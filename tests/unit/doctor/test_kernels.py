@@ -10,11 +10,12 @@ import torch
 
 from shardmake.doctor import kernels
 from shardmake.doctor.job import make_request
-from shardmake.doctor.records import DoctorRequest
 from shardmake.launch.gpus import accelerator_of
 from shardmake.run.findings import Finding, Verdict
 from tests.programs import install_programs
 from tests.unit.plans import make_cluster
+
+Patch = pytest.MonkeyPatch
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -72,7 +73,7 @@ def test_peers_number_of_gpus_and_errors_of_a_kernel() -> None:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch: Patch) -> None:
     """Run what needs a GPU on the CPU; the kernels of GPUs themselves cannot run here."""
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     monkeypatch.setattr(kernels, "MATRIX", 64)
@@ -96,7 +97,7 @@ def test_an_attention_kernel_is_compared_with_its_gradients() -> None:
 
 
 @pytest.mark.parametrize(("capability", "checks"), [((7, 5), []), ((8, 0), ["varlen attention"])])
-def test_gpus_before_ampere(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], checks: list[str]) -> None:
+def test_gpus_before_ampere(monkeypatch: Patch, capability: tuple[int, int], checks: list[str]) -> None:
     compared: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(kernels, "_compare_attention", lambda name, _: compared.append(name) or kernels.ok(name, ""))
@@ -107,15 +108,13 @@ def test_gpus_before_ampere(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
 
 
 @pytest.mark.parametrize("check", [kernels.check_liger, kernels.check_bitsandbytes])
-def test_packages_that_are_not_installed_are_not_checked(
-    monkeypatch: pytest.MonkeyPatch, check: Callable[[DoctorRequest], kernels.KernelResult]
-) -> None:
+def test_missing_packages_are_not_checked(monkeypatch: Patch, check: Callable[..., kernels.KernelResult]) -> None:
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     (found,) = check(make_request(make_cluster(), 1, build_kernels=False)).findings
     assert found.verdict is NOT_CHECKED and "not installed" in found.found and "needed only for" in found.advice
 
 
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> kernels.RunningCheck:
+def failing(tmp_path: Path, monkeypatch: Patch, program: str) -> kernels.RunningCheck:
     """Start a check whose process runs ``program`` in place of Python."""
     install_programs(tmp_path, monkeypatch, {"python": program})
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -129,19 +128,19 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> ke
     ("echo 'Illegal instruction'; exit 132", "Illegal instruction", "cpu-adam.log has the whole output"),
     ("exit 3", "exit status 3", "cpu-adam.log"),
 ])  # fmt: skip
-def test_crashed_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, found: str, advice: str) -> None:
+def test_crashed_checks(tmp_path: Path, monkeypatch: Patch, program: str, found: str, advice: str) -> None:
     (row,) = failing(tmp_path, monkeypatch, program).result(30).findings
     assert row.verdict is STOPS and found in row.found and advice in row.advice
 
 
-def test_a_check_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_is_ended(tmp_path: Path, monkeypatch: Patch) -> None:
     check = failing(tmp_path, monkeypatch, "exec sleep 60")
     (row,) = check.result(0.3).findings
     assert row.verdict is STOPS and "did not end within" in row.found and check.process.wait(10) < 0
     assert not list(tmp_path.glob("shardmake-*_doctor-*")), "no folder of builds is left"
 
 
-def test_a_result_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_read_back(tmp_path: Path, monkeypatch: Patch) -> None:
     result = kernels.KernelResult(findings=[kernels.judge_count(2, 2)])
     (tmp_path / "saved.json").write_text(result.model_dump_json())
     check = failing(tmp_path, monkeypatch, f'cp {tmp_path}/saved.json "$5"')

@@ -20,6 +20,8 @@ from tests.finished_run import write_model
 from tests.unit.config.samples import RUN
 from tests.unit.fetch.test_chain import MERGED, make_runs
 
+Values = dict[str, Any]
+
 MODEL = sources.PinnedSource(name="org/base", path="/hub/base")
 
 
@@ -61,9 +63,7 @@ def test_rank_alpha_and_targets_are_the_adapters(tmp_path: Path) -> None:
     ({"lora_alpha": 0}, {}, "lora_alpha: 0"), ({"lora_alpha": 2_000_000}, {}, "lora_alpha: 2000000"),
     ({"init_lora_weights": "pissa"}, {}, "init_lora_weights pissa is not supported"),
 ])  # fmt: skip
-def test_another_base_model_or_other_settings_are_refused(
-    tmp_path: Path, values: dict[str, Any], lora: dict[str, Any], message: str
-) -> None:
+def test_another_base_or_other_settings_are_refused(tmp_path: Path, values: Values, lora: Values, message: str) -> None:
     with pytest.raises(ShardmakeError, match=message):
         describe(run_of(written(tmp_path, **values), **lora), RunDir(tmp_path), MODEL)
 

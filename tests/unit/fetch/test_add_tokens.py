@@ -50,9 +50,7 @@ def save(folder: Path, config: Any, words: int = 64, dtype: torch.dtype = torch.
 
 
 @pytest.mark.parametrize("case", configs())
-def test_the_model_is_the_one_that_transformers_resizes(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_that_of_transformers_resize(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copied_base, "_FILE_SIZE", 5_000)
     base, out = tmp_path / "base", tmp_path / "out"
     kind = save(base, configs()[case])

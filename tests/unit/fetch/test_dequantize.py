@@ -100,9 +100,7 @@ REFUSED: list[tuple[dict[str, Any], Tensors, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "tensors", "sentence"), REFUSED, ids=[row[2][:12] for row in REFUSED])
-def test_what_cannot_be_dequantized_is_refused(
-    tmp_path: Path, settings: dict[str, Any], tensors: Tensors, sentence: str
-) -> None:
+def test_what_cannot_be_dequantized(tmp_path: Path, settings: dict[str, Any], tensors: Tensors, sentence: str) -> None:
     save(tmp_path / "base", "qwen3_moe", settings)
     save_file(tensors or {"a": torch.ones(1)}, tmp_path / "base/model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=sentence):

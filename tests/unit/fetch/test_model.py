@@ -16,6 +16,8 @@ from shardmake.run.sources import Sources, content_of_model, localize, read_sour
 from tests.finished_run import make_run
 from tests.hub import READER, STRANGER, FakeHub
 
+Patch = pytest.MonkeyPatch
+
 SHARDS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 300_000 for n in (1, 2)}
 FILES = {
     "config.json": b"{}", "tokenizer.json": b"{}", "README.md": b"---\nlicense: mit\n---\n",
@@ -24,7 +26,7 @@ FILES = {
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path: Path, monkeypatch: Patch) -> Iterator[FakeHub]:
     with FakeHub(tmp_path / "hub") as server:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0, 0.0))
@@ -54,7 +56,7 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
 
 @pytest.mark.parametrize("address", ["http://hub.invalid", "http://127.0.0.1:9"])
 def test_without_a_network_the_message_says_what_to_do_after_one_retry(
-    hub: FakeHub, rundir: RunDir, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: FakeHub, rundir: RunDir, address: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 1e6))
     monkeypatch.setenv("HF_ENDPOINT", address)
@@ -85,7 +87,7 @@ def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir, caplog: pytest.Lo
     assert fetch(RUN, rundir) == described and not hub.requests
 
 
-def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     hub.add("lab/base", FILES)
     fetch(RUN, rundir, part="description")
     monkeypatch.setattr("shardmake.core.disk.free_space", lambda _: FreeSpace(1000, "your quota on /home"))
@@ -94,7 +96,7 @@ def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, mon
     assert not hub.asked("resolve.*safetensors$")
 
 
-def test_a_download_goes_on_where_it_broke_off(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_goes_on_where_it_broke_off(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     hub.add("lab/base", FILES)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50_000)
     hub.cut("GET .*model-00001")
@@ -164,7 +166,7 @@ def test_a_damaged_file_in_the_cache_is_replaced(hub: FakeHub, rundir: RunDir) -
     (None, r"Log in with `hf auth login` .*accept it there"), (STRANGER, r"Accept it at http://.*/lab/base"),
 ])  # fmt: skip
 def test_a_gated_model_says_where_to_accept_its_licence(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str | None, advice: str
+    hub: FakeHub, rundir: RunDir, monkeypatch: Patch, tmp_path: Path, token: str | None, advice: str
 ) -> None:
     hub.add("lab/base", FILES, gated=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
@@ -181,7 +183,7 @@ def test_a_misspelt_model(hub: FakeHub, rundir: RunDir) -> None:
         fetch(RUN, rundir)
 
 
-def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     hub.add("lab/base", FILES)
     online = fetch(RUN, rundir)
     rundir.sources.unlink()
@@ -216,9 +218,7 @@ def test_only_what_loading_needs_is_fetched(there: list[str], chosen: list[str])
     assert choose_files(there) == chosen
 
 
-def test_weights_of_a_folder_are_read_once_for_all_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_folders_are_read_once(tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "shardmake")
     base, run = tmp_path / "base", make_run(model="base", data={"train": "train.jsonl"})

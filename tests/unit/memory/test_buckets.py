@@ -10,6 +10,8 @@ from shardmake.memory.buckets import read_buckets, reduce_bucket_size, zero_opti
 from tests.unit.memory.llama_8b import MODEL
 from tests.unit.plans import make_cluster, make_model, make_plan
 
+Values = dict[str, Any]
+
 
 def test_buckets_are_read_from_the_rendered_section() -> None:
     section = {
@@ -31,9 +33,7 @@ H100 = {"accelerator": "h100", "memory_gib_per_node": 512.0}
     ({**H100, "gpu_memory_gib": 12.0}, {"nodes": 2}, 4096**2),
     ({**H100, "gpu_memory_gib": 24.0}, {"nodes": 2}, 25_165_824), ({}, {"nodes": 2}, 4096**2),
 ], ids=["nodes", "fp32", "one-node", "small-gpu", "medium-gpu", "cpu"])  # fmt: skip
-def test_buckets_between_nodes_are_large_where_the_gpu_has_room(
-    cluster: dict[str, Any], choice: dict[str, Any], elements: int
-) -> None:
+def test_buckets_between_nodes_are_large_if_the_gpu_has_room(cluster: Values, choice: Values, elements: int) -> None:
     found = reduce_bucket_size(make_plan("zero2", **choice).choice, MODEL, make_cluster(**cluster))
     assert found == pytest.approx(elements, rel=1e-3)
 
@@ -44,7 +44,7 @@ def test_a_bucket_holds_no_more_than_the_model() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "section"), [("zero3", {"classes": ["OwnMoeBlock"]}), ("zero2", None)])
-def test_zero3_gathers_blocks_with_experts_as_a_whole(strategy: Strategy, section: dict[str, Any] | None) -> None:
+def test_zero3_gathers_blocks_with_experts_as_a_whole(strategy: Strategy, section: Values | None) -> None:
     model = replace(make_model(), leaf_classes=("OwnMoeBlock",))
     values = zero_optimization(make_plan(strategy).choice, model, make_cluster(), "")
     assert values.get("leaf_module") == section

@@ -109,9 +109,7 @@ def whole_step(tracer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("cell", _cells())
-def test_the_plan_has_the_memory_of_a_trace_of_the_whole_step(
-    cell: Cell, whole_step: Callable[[Scenario], StepEvents]
-) -> None:
+def test_the_plan_has_the_memory_of_the_whole_trace(cell: Cell, whole_step: Callable[[Scenario], StepEvents]) -> None:
     case = _scenario(cell)
     planned, traced = (simulate(case, BUCKETS, events) for events in (events_of(case), whole_step(case)))
     scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case))

@@ -14,6 +14,8 @@ from tests.unit.data.test_encode import MARKED, make_tokenizer
 from tests.unit.plan.test_abilities import BLOOM, GPT2
 from tests.unit.plans import LLAMA
 
+Values = dict[str, Any]
+
 TEXTS = [{"text": "a b c"}, {"text": "d e f g"}] * 3
 CHAT = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}] * 4
 CLUSTER = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 4}
@@ -29,7 +31,7 @@ def plan(
 ) -> Callable[..., tuple[int, str]]:
     """Plan a run of the model ``config`` and the rows of ``data`` in this process; return status and output."""
 
-    def run(config: dict[str, Any], data: str, template: str | None, settings: dict[str, Any]) -> tuple[int, str]:
+    def run(config: Values, data: str, template: str | None, settings: Values) -> tuple[int, str]:
         make_tokenizer(template).save_pretrained("base")
         Path("base/config.json").write_text(json.dumps(config))
         Path("train.jsonl").write_text(data)
@@ -53,7 +55,7 @@ def plan(
 
 BROKEN_LIST = [{"messages": "hello"}]
 SHORT = [{"role": "user", "content": "a"}]
-Case = tuple[dict[str, Any], str, str | None, dict[str, Any], str]
+Case = tuple[Values, str, str | None, Values, str]
 REFUSED: dict[str, Case] = {
     "no template": (LLAMA, lines(CHAT), None, {}, "has no chat template"),
     "no list": (LLAMA, lines(BROKEN_LIST * 2), MARKED, {}, "line 1"),
@@ -85,15 +87,13 @@ def test_a_mistake_is_refused_at_plan(case: Case, plan: Callable[..., tuple[int,
     assert not Path("runs/ours/plan/plan.json").exists()
 
 
-ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+ACCEPTED: dict[str, tuple[Values, Values]] = {
     "llama": (LLAMA, {}), "gpt2 lora": (GPT2, {"method": "lora"}), "bloom": (BLOOM, {"packing": False}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "settings"), ACCEPTED.values(), ids=list(ACCEPTED))
-def test_a_sound_run_is_planned(
-    config: dict[str, Any], settings: dict[str, Any], plan: Callable[..., tuple[int, str]]
-) -> None:
+def test_a_sound_run_is_planned(config: Values, settings: Values, plan: Callable[..., tuple[int, str]]) -> None:
     status, printed = plan(config, lines(CHAT), MARKED, settings)
     assert status == 0, printed
     assert "max_steps: 2 is 2 optimizer steps of 2 sequences" in printed

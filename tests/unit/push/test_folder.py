@@ -39,9 +39,7 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=published, check=True)
 
 
-def test_the_log_names_the_destination_and_the_verified_result(
-    rundir: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_names_the_destination_and_the_result(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     push(RUN, rundir)
     assert re.fullmatch(r"Pushing 11 files, 0\.\d MB to file:published/chat\.", caplog.messages[0])

@@ -15,6 +15,8 @@ from shardmake.run.receipts import PushedTo
 from tests.finished_run import MODEL, PLOTS, WEIGHTS, make_run, write_model
 from tests.hub import READER, FakeHub
 
+Patch = pytest.MonkeyPatch
+
 RUN = make_run(push={"to": "hub:lab/chat"})
 
 
@@ -40,7 +42,7 @@ def test_the_repository_is_private_and_holds_the_model(hub: FakeHub, rundir: Run
     assert receipt.destinations == [PushedTo(to="hub:lab/chat", url=f"{hub.url}/lab/chat/tree/{commit}", commit=commit)]
 
 
-def test_through_xet(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_xet(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
     hub.transfer = "xet"
     push(RUN, rundir)
@@ -102,9 +104,7 @@ def sent(hub: FakeHub) -> Counter[str]:
     return found
 
 
-def test_a_network_that_goes_in_the_middle_costs_one_file_at_most(
-    hub: FakeHub, rundir: RunDir, transfer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_network_costs_at_most_a_file(hub: FakeHub, rundir: RunDir, transfer: str, monkeypatch: Patch) -> None:
     """Of eight shards one breaks off again and again: nobody sees anything of the others, and they are not sent again."""
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
@@ -132,9 +132,7 @@ def test_a_file_lost_after_the_commit_is_pushed_again(hub: FakeHub, rundir: RunD
     assert contents(hub).keys() > MODEL.keys()
 
 
-def test_a_hub_that_keeps_losing_files_is_an_error(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_keeps_losing_files_is_an_error(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     hub.lose.append("config.json")
     with pytest.raises(ShardmakeError, match=r"has no or different content for: config\.json"):
@@ -174,7 +172,7 @@ def test_a_pull_request_of_somebody_else_stays_as_it_is(hub: FakeHub, rundir: Ru
     assert push(run, rundir) == first and len(theirs.requests) == 2
 
 
-def test_the_wait_that_the_hub_requests_is_kept(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_that_the_hub_requests_is_kept(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("shardmake.core.hub.time.sleep", waits.append)
     hub.fail("POST /api/repos/create", status=429, wait=77)
@@ -195,9 +193,7 @@ def test_every_group_of_files_has_its_own_retries(hub: FakeHub, rundir: RunDir) 
     assert {name: contents(hub)[name] for name in shards} == shards
 
 
-def test_an_incomplete_listing_is_not_taken_for_another_model(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_listing_is_not_taken_for_another_model(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     """Once, the listing lacks the checksums and has an old file."""
     push(RUN, rundir)
     list_tree, calls = HfApi.list_repo_tree, iter([True])
@@ -236,9 +232,7 @@ def test_a_public_repository_is_refused_where_private_was_asked(hub: FakeHub, ru
     assert contents(hub).keys() > MODEL.keys()
 
 
-def test_a_hub_that_makes_the_repository_public_gets_nothing(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_makes_the_repository_public_gets_nothing(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     create = HfApi.create_repo
     monkeypatch.setattr(
         HfApi, "create_repo", lambda api, name, **given: create(api, name, **given | {"private": False})
@@ -249,7 +243,7 @@ def test_a_hub_that_makes_the_repository_public_gets_nothing(
 
 
 LIBRARY = "huggingface_hub.constants."
-FAILS: dict[str, tuple[Callable[[FakeHub, pytest.MonkeyPatch], object], str]] = {
+FAILS: dict[str, tuple[Callable[[FakeHub, Patch], object], str]] = {
     "a token to read": (lambda hub, patch: patch.setenv("HF_TOKEN", READER),
         "rights to write.*\n.*Use a token with write permission, ask lab for access"),
     "a token of old": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_expired"),
@@ -280,9 +274,7 @@ FULL = "Private repository storage limit reached, please upgrade your plan"
 
 
 @pytest.mark.parametrize("fault", FAILS)
-def test_a_push_that_fails_says_what_to_do(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_push_that_fails_says_what_to_do(hub: FakeHub, rundir: RunDir, monkeypatch: Patch, fault: str) -> None:
     arrange, advice = FAILS[fault]
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     arrange(hub, monkeypatch)
@@ -291,9 +283,7 @@ def test_a_push_that_fails_says_what_to_do(
     assert not re.search("hf_[a-z]", str(caught.value)) and not rundir.push_receipt.exists()
 
 
-def test_one_destination_down_does_not_keep_the_others_waiting(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_destination_down_stops_no_other(hub: FakeHub, rundir: RunDir, monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(push={"to": ["hub:lab/chat", "file:published/chat"]})
     hub.fail("POST /api/repos/create", times=9, status=403, message="no right")

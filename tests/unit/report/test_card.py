@@ -29,9 +29,7 @@ def test_plots_are_shown_and_pushed_beside_the_card(rundir: RunDir) -> None:
     ("file:published/chat", "chat"), ("file:/home/ada/chat/", "chat"), ("s3://bucket/models/chat", "chat"),
     ("file:chat", "chat"),
 ])  # fmt: skip
-def test_how_to_load_names_the_destination_without_private_paths(
-    rundir: RunDir, to: str | list[str], place: str
-) -> None:
+def test_how_to_load_names_the_destination_but_no_private_path(rundir: RunDir, to: str | list[str], place: str) -> None:
     card = render_card(make_run(push={"to": to}), rundir)
     assert f'AutoModelForCausalLM.from_pretrained("{place}")' in card
     assert not any(word in card for word in ("published/", "home", "bucket"))

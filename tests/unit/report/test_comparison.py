@@ -53,9 +53,7 @@ def compare_sweep(config: Config, runs: Path) -> Comparison:
     return compare(select_runs(config, [], "grid"), GPU, runs)
 
 
-def test_settings_that_differ_and_the_best_results(
-    sweep: tuple[Config, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_settings_and_best_results(sweep: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
     found = compare_sweep(*sweep)
     assert found.settings == {"learning_rate": ["1e-05", "2e-05", "3e-05"]}
     header, rows = found.table()
