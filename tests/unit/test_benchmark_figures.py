@@ -16,13 +16,9 @@ README = " ".join((REPOSITORY / "README.md").read_text().split())
 BENCHMARKS = " ".join((REPOSITORY / "docs/design/benchmarks.md").read_text().split())
 MEMORY_MODEL = " ".join((REPOSITORY / "docs/design/memory-model.md").read_text().split())
 FAMILIES = {
-    "one copy of the model per GPU": "unsharded",
-    "sharded: ZeRO and FSDP": "sharded",
-    "QLoRA": "quantized",
-    "offloaded to host RAM": "offloaded",
-    "all": "all",
-    "grade B (something is not stated), all sharded": r"all \(B\)",
-}
+    "one copy of the model per GPU": "unsharded", "sharded: ZeRO and FSDP": "sharded", "QLoRA": "quantized",
+    "offloaded to host RAM": "offloaded", "all": "all", "grade B (something is not stated), all sharded": r"all \(B\)",
+}  # fmt: skip
 """The name in memory_accuracy.txt by the name in the pages."""
 HELD_OUT = {"one copy of the model per GPU": "unsharded", "FSDP1": "sharded", "QLoRA": "quantized", "all": "all"}
 """The name in memory_held_out.txt by the name in docs/design/memory-model.md."""
@@ -128,11 +124,9 @@ def test_the_demo_ends_as_the_readme_says() -> None:
     assert " ".join(_text("demo.txt").split("\n\n", 1)[1].split()) in README
 
 
-@pytest.mark.parametrize(
-    "figures",
-    [_merge, _limits, _fault_kinds, _fault_tests, _first_step, _data_speed, _step_time],
-    ids=lambda figures: figures.__name__.strip("_"),
-)
+@pytest.mark.parametrize("figures", [
+    _merge, _limits, _fault_kinds, _fault_tests, _first_step, _data_speed, _step_time,
+], ids=lambda figures: figures.__name__.strip("_"))  # fmt: skip
 def test_a_figure_is_that_of_its_result(figures: Callable[[], str]) -> None:
     assert figures() in BENCHMARKS
 
@@ -161,15 +155,10 @@ def test_the_table_of_merges(label: str) -> None:
     assert f"| {label} | {seconds} | {max(warm['anonymous_mib'], cold['anonymous_mib']):.0f} MiB |" in BENCHMARKS
 
 
-@pytest.mark.parametrize(
-    ("label", "name"),
-    [
-        ("70B, 16 ranks, ZeRO-3", "70B, 16 ranks, ZeRO-3"),
-        ("405B, 64 ranks, ZeRO-3", "405B, 64 ranks, ZeRO-3"),
-        ("70B, 512 ranks, ZeRO-1 or 2", "70B, 512 ranks, ZeRO-2"),
-        ("70B, 512 ranks, ZeRO-3", "70B, 512 ranks, ZeRO-3"),
-    ],
-)
+@pytest.mark.parametrize(("label", "name"), [
+    ("70B, 16 ranks, ZeRO-3", "70B, 16 ranks, ZeRO-3"), ("405B, 64 ranks, ZeRO-3", "405B, 64 ranks, ZeRO-3"),
+    ("70B, 512 ranks, ZeRO-1 or 2", "70B, 512 ranks, ZeRO-2"), ("70B, 512 ranks, ZeRO-3", "70B, 512 ranks, ZeRO-3"),
+])  # fmt: skip
 def test_the_table_of_planned_merges(label: str, name: str) -> None:
     found = _json("consolidate_limits.json")["plan"][name]
     numbers = f"{found['pieces']:,} | {found['cpu_seconds']:.1f} | {found['anonymous_mib']:.0f} MiB"

@@ -15,55 +15,34 @@ from shardmake.commands.options import GROUPS
 from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError
 from shardmake.core.failures import explain_os_error
 
+Captured = pytest.CaptureFixture[str]
+
+Patch = pytest.MonkeyPatch
+
 COMMANDS = {
-    "fetch": ["fetch", "chat"],
-    "plan": ["plan", "chat"],
-    "render": ["render", "chat"],
-    "show": ["render", "chat", "--show"],
-    "data": ["data", "chat"],
-    "preview": ["data", "chat", "--show", "1"],
-    "train": ["train", "chat"],
-    "consolidate": ["consolidate", "chat"],
-    "merge": ["consolidate", "checkpoint", "out"],
-    "evaluate": ["evaluate", "chat"],
-    "push": ["push", "chat"],
-    "report": ["report", "chat"],
-    "retrain": ["retrain", "chat"],
-    "submit": ["submit"],
-    "status": ["status", "chat"],
-    "status of all": ["status"],
-    "list": ["list"],
-    "init": ["init", "--model", "org/base", "--data", "train.jsonl"],
-    "compare": ["compare", "chat"],
-    "config": ["config", "chat"],
-    "stop": ["stop", "chat"],
-    "stop a sweep": ["stop", "--sweep", "grid"],
-    "cancel": ["cancel", "chat"],
-    "cancel neither": ["cancel"],
-    "logs": ["logs", "chat"],
-    "reshard": ["reshard", "checkpoint", "out", "--ranks", "2"],
-    "verify": ["verify", "model"],
-    "check": ["check", "ds.json"],
-    "estimate": ["estimate", "model"],
-    "clean": ["clean"],
+    "fetch": ["fetch", "chat"], "plan": ["plan", "chat"], "render": ["render", "chat"],
+    "show": ["render", "chat", "--show"], "data": ["data", "chat"], "preview": ["data", "chat", "--show", "1"],
+    "train": ["train", "chat"], "consolidate": ["consolidate", "chat"], "merge": ["consolidate", "checkpoint", "out"],
+    "evaluate": ["evaluate", "chat"], "push": ["push", "chat"], "report": ["report", "chat"],
+    "retrain": ["retrain", "chat"], "submit": ["submit"], "status": ["status", "chat"], "status of all": ["status"],
+    "list": ["list"], "init": ["init", "--model", "org/base", "--data", "train.jsonl"], "compare": ["compare", "chat"],
+    "config": ["config", "chat"], "stop": ["stop", "chat"], "stop a sweep": ["stop", "--sweep", "grid"],
+    "cancel": ["cancel", "chat"], "cancel neither": ["cancel"], "logs": ["logs", "chat"],
+    "reshard": ["reshard", "checkpoint", "out", "--ranks", "2"], "verify": ["verify", "model"],
+    "check": ["check", "ds.json"], "estimate": ["estimate", "model"], "clean": ["clean"],
     "doctor": ["doctor", "--cluster", "cluster.yaml"],
-}
+}  # fmt: skip
 OF_A_RUN = [name for name, words in COMMANDS.items() if words[1:2] == ["chat"]]
 ONLY_READ = ("status", "config")
 RUN = {
-    "model": "base",
-    "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
-    "sequence_length": 32,
-    "global_batch_size": 2,
-    "max_steps": 2,
-    "learning_rate": 1e-3,
-    "push": {"to": "file:published"},
-}
+    "model": "base", "data": {"train": "train.jsonl", "eval": "eval.jsonl"}, "sequence_length": 32,
+    "global_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3, "push": {"to": "file:published"},
+}  # fmt: skip
 CLUSTER = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 4}
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -75,7 +54,7 @@ def configure() -> None:
     Path("config/config.yaml").write_text(json.dumps({"cluster": "cluster.yaml", "runs": {"chat": RUN}}))
 
 
-def run(words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run(words: list[str], monkeypatch: Patch, capfd: Captured) -> tuple[int, str]:
     """Run the command line in this process; return its status and what it printed."""
     monkeypatch.setattr(sys, "argv", ["shardmake", *words])
     with pytest.raises(SystemExit) as end:
@@ -91,9 +70,7 @@ def test_the_table_has_every_command_but_demo_and_run() -> None:
     assert named == {words[0] for words in COMMANDS.values()} | {"demo", "run"}
 
 
-def test_the_help_has_every_command_in_its_group_and_whole_options_at_80_columns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_help_has_every_command_in_its_group_and_options_at_80_columns(monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     registered = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
     assert registered <= {*" ".join(GROUPS.values()).split()}
@@ -105,16 +82,14 @@ def test_the_help_has_every_command_in_its_group_and_whole_options_at_80_columns
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_empty_folder(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder(name: str, monkeypatch: Patch, capfd: Captured) -> None:
     status, printed = run(COMMANDS[name], monkeypatch, capfd)
     assert status == 2 and "Error: " in printed and "Unexpected" not in printed
 
 
 @pytest.mark.parametrize("file", ["", "runs"])
 @pytest.mark.parametrize("name", [*(name for name in OF_A_RUN if name not in ONLY_READ), "clean"])
-def test_missing_inputs_and_a_file_in_place_of_the_runs(
-    name: str, file: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_inputs_and_a_file_in_place_of_runs(name: str, file: str, monkeypatch: Patch, capfd: Captured) -> None:
     configure()
     if file:
         Path(file).write_text("a file")
@@ -123,9 +98,7 @@ def test_missing_inputs_and_a_file_in_place_of_the_runs(
 
 
 @pytest.mark.parametrize("name", ["check", "estimate", "verify", "merge", "reshard", "fetch", "plan"])
-def test_files_of_other_encodings(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_other_encodings(name: str, monkeypatch: Patch, capfd: Captured) -> None:
     configure()
     for file in ("ds.json", "model/config.json", "base/config.json", "checkpoint/latest", "train.jsonl"):
         Path(file).parent.mkdir(exist_ok=True)
@@ -135,32 +108,28 @@ def test_files_of_other_encodings(
     assert "\nError: " in f"\n{printed}" or "error: " in printed
 
 
-def test_a_configuration_of_another_encoding(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_of_another_encoding(monkeypatch: Patch, capfd: Captured) -> None:
     configure()
     Path("config/config.yaml").write_bytes(b"cluster: caf\xe9.yaml\n")
     status, printed = run(["status", "chat"], monkeypatch, capfd)
     assert status == 2 and "config/config.yaml" in printed
 
 
-def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_with(error: BaseException, monkeypatch: Patch) -> None:
     def clean(runs: Path, *, remove: bool, names: set[str] | None) -> None:
         raise error
 
     monkeypatch.setattr("shardmake.commands.clean.clean", clean)
 
 
-def test_a_requested_stop_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_requested_stop_is_no_error(monkeypatch: Patch, capfd: Captured) -> None:
     fail_with(StopRequestedError("Saved at step 93. Run again."), monkeypatch)
     assert run(["clean"], monkeypatch, capfd) == (3, "Saved at step 93. Run again.\n")
     fail_with(StopRequestedError("Saved."), monkeypatch)
     assert run(["--quiet", "clean"], monkeypatch, capfd) == (3, "Saved.\n")
 
 
-def test_an_unexpected_error_is_kept_in_a_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unexpected_error_is_kept_in_a_file(folder: Path, monkeypatch: Patch, capfd: Captured) -> None:
     Path("logs").mkdir()
     monkeypatch.setenv("HF_TOKEN", "secret-value-1234")
     fail_with(TypeError("bad value\nTraceback (most recent call last): secret-value-1234"), monkeypatch)
@@ -172,7 +141,7 @@ def test_an_unexpected_error_is_kept_in_a_file(
     assert "def clean" not in printed and "raise error" in kept.read_text() and "secret-value" not in kept.read_text()
 
 
-def test_verbose_prints_the_traceback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_the_traceback(monkeypatch: Patch, capfd: Captured) -> None:
     fail_with(OSError(errno.EACCES, "Permission denied", "runs/x"), monkeypatch)
     monkeypatch.setattr(sys, "argv", ["shardmake", "--verbose", "clean"])
     with pytest.raises(SystemExit, match="2"):
@@ -181,7 +150,7 @@ def test_verbose_prints_the_traceback(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert "Traceback" in printed and "Error: Cannot use runs/x. Permission was denied." in printed
 
 
-def test_an_interrupt_ends_with_its_status(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_with_its_status(monkeypatch: Patch, capfd: Captured) -> None:
     fail_with(KeyboardInterrupt(), monkeypatch)
     assert run(["clean"], monkeypatch, capfd) == (130, "")
 
@@ -211,17 +180,13 @@ def test_a_full_disk_for_the_output_is_reported() -> None:
     assert done.returncode == 2 and "No space is left" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.ENOSPC, "No space is left on its file system. Free some space"),
-        (errno.EDQUOT, "Your disk quota is used up. Free some space"),
-        (errno.EROFS, "Its file system is read-only. Use a folder that you can write to."),
-        (errno.EACCES, "Permission was denied. Check its owner and mode"),
-        (errno.ENOENT, "It does not exist. Check the path"),
-        (errno.ENOTDIR, "A part of the path is a file"),
-    ],
-)
+@pytest.mark.parametrize(("number", "words"), [
+    (errno.ENOSPC, "No space is left on its file system. Free some space"),
+    (errno.EDQUOT, "Your disk quota is used up. Free some space"),
+    (errno.EROFS, "Its file system is read-only. Use a folder that you can write to."),
+    (errno.EACCES, "Permission was denied. Check its owner and mode"),
+    (errno.ENOENT, "It does not exist. Check the path"), (errno.ENOTDIR, "A part of the path is a file"),
+])  # fmt: skip
 def test_errors_of_the_system_have_path_reason_and_advice(number: int, words: str) -> None:
     with_path = explain_os_error(OSError(number, os.strerror(number), "runs/chat/x"), Path("runs/chat"))
     assert str(with_path).startswith(f"Cannot use runs/chat/x. {words}")
@@ -236,23 +201,18 @@ def test_a_full_disk_without_a_path_names_the_folder_of_the_command(folder: Path
     assert str(found).startswith(f"Cannot use {folder}/runs/chat. No space is left")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError("org/base has no file named config.json"), "failed. org/base has no file named config.json. Check"),
-        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "failed. Connection timed out. Check the place"),
-        (OSError(errno.ENXIO, "No such device", "/dev/x"), "failed: /dev/x. No such device. Check the place"),
-    ],
-)
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError("org/base has no file named config.json"), "failed. org/base has no file named config.json. Check"),
+    (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "failed. Connection timed out. Check the place"),
+    (OSError(errno.ENXIO, "No such device", "/dev/x"), "failed: /dev/x. No such device. Check the place"),
+])  # fmt: skip
 def test_other_errors_keep_their_text(error: OSError, words: str) -> None:
     found = explain_os_error(error, Path())
     assert type(found) is ShardmakeError and words in str(found)
 
 
 @pytest.mark.parametrize("name", ["fetch", "plan"])
-def test_a_key_of_an_own_file_that_no_plan_takes_is_refused_before_any_work(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_that_no_plan_takes_is_refused_before_any_work(name: str, monkeypatch: Patch, capfd: Captured) -> None:
     own = {"zero_optimization": {"stage": 2}, "autotuning": {"enabled": True}}
     Path("ds.json").write_text(json.dumps(own))
     monkeypatch.setitem(RUN, "deepspeed_config", "ds.json")

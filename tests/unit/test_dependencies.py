@@ -61,15 +61,10 @@ def distributions_of(module: str) -> set[str]:
     return {canonicalize_name(name) for name in found}
 
 
-@pytest.mark.parametrize(
-    ("folder", "extras"),
-    [
-        ("src", ["evaluation", "gpu", "trackers"]),
-        ("tools", ["test", "site"]),
-        ("benchmarks", ["gpu"]),
-        ("tests", ["test", "gpu"]),
-    ],
-)
+@pytest.mark.parametrize(("folder", "extras"), [
+    ("src", ["evaluation", "gpu", "trackers"]), ("tools", ["test", "site"]), ("benchmarks", ["gpu"]),
+    ("tests", ["test", "gpu"]),
+])  # fmt: skip
 def test_what_is_imported_is_declared(folder: str, extras: list[str]) -> None:
     declared = names(PROJECT["dependencies"]).union(*(names(EXTRAS[extra]) for extra in extras))
     missing = {

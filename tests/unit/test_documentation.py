@@ -86,8 +86,7 @@ def test_what_does_not_exist_is_found() -> None:
     assert _missing(".venv/bin/shardmake status NAME --jsn") == ["--jsn"]
     assert _missing("shardmake check -- accelerate launch --config_file f") == []
     assert _missing("shardmake submit --configfile f --dryrum") == ["--dryrum"]
-    assert _missing("snakemake -n --profil slurm") == ["--profil"]
-    assert _missing("make demos") == ["demos"]
+    assert _missing("snakemake -n --profil slurm") == ["--profil"] and _missing("make demos") == ["demos"]
     assert _missing("python -m benchmarks.saving --speed 3") == ["python -m benchmarks.saving --speed 3"]
     assert _missing("python -m tools.picture") == ["python -m tools.picture"]
 

@@ -24,6 +24,8 @@ from shardmake.run.plan import CandidateEstimate, Choice, Fallback, GpuEstimate,
 from tests.unit.plans import make_plan
 from tools import gpu_page
 
+Patch = pytest.MonkeyPatch
+
 PAGE = gpu_page.PAGE.read_text()
 
 
@@ -38,39 +40,23 @@ def trained(strategy: str, offset: float, **changes: Any) -> Trained:
 
 def report() -> GpuReport:
     return GpuReport(
-        time=1_800_000_000,
-        gpu="NVIDIA A100-SXM4-80GB",
-        accelerator="a100-80gb",
-        memory_gib=79.1,
-        ranks=2,
-        driver=580,
-        cuda="13.0",
-        nccl="2.28",
-        versions={"torch": "2.13.0+cu130", "deepspeed": "0.19.8"},
+        time=1_800_000_000, gpu="NVIDIA A100-SXM4-80GB", accelerator="a100-80gb", memory_gib=79.1, ranks=2, driver=580,
+        cuda="13.0", nccl="2.28", versions={"torch": "2.13.0+cu130", "deepspeed": "0.19.8"},
         outcomes={"strategy[ddp]": "passed", "memory": "failed", "attention": "skipped"},
         trained=[trained("ddp", 0.0), trained("zero2", -0.5, planned_allocated=5 * GIB, planned_step_seconds=0.3)],
-        attention=AttentionErrors(varlen=0.01, eager=0.012),
-        all_reduce_gbps=230.0,
-    )
+        attention=AttentionErrors(varlen=0.01, eager=0.012), all_reduce_gbps=230.0,
+    )  # fmt: skip
 
 
 def test_the_row_has_a_cell_for_each_column_of_the_page() -> None:
     assert as_row(COLUMNS) in PAGE
     cells = [cell.strip() for cell in report().row().strip("|").split("|")]
     assert dict(zip(COLUMNS, cells, strict=True)) == {
-        "date": "2027-01-15",
-        "GPUs": "2 x NVIDIA A100-SXM4-80GB",
-        "driver": "580, CUDA 13.0",
-        "torch": "2.13.0+cu130",
-        "DeepSpeed": "0.19.8",
-        "strategies": "ddp, zero2",
-        "loss differs by": "0.5000",
-        "attention": "1.00% (eager 1.20%)",
-        "memory error": "25.0%, worst -25.0%",
-        "modelled / measured step": "1.00 (0.50 to 1.50)",
-        "all-reduce": "230.0 GB/s",
-        "failed": "memory",
-    }
+        "date": "2027-01-15", "GPUs": "2 x NVIDIA A100-SXM4-80GB", "driver": "580, CUDA 13.0", "torch": "2.13.0+cu130",
+        "DeepSpeed": "0.19.8", "strategies": "ddp, zero2", "loss differs by": "0.5000",
+        "attention": "1.00% (eager 1.20%)", "memory error": "25.0%, worst -25.0%",
+        "modelled / measured step": "1.00 (0.50 to 1.50)", "all-reduce": "230.0 GB/s", "failed": "memory",
+    }  # fmt: skip
 
 
 def test_a_report_of_checks_that_failed_early_has_a_row() -> None:
@@ -86,8 +72,7 @@ def test_the_json_file_is_named_after_gpu_number_and_time(tmp_path: Path) -> Non
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:
     """If this fails: python -m tools.gpu_page"""
-    assert gpu_page.page(PAGE) == PAGE
-    assert all(table in PAGE for table in gpu_page.tables())
+    assert gpu_page.page(PAGE) == PAGE and all(table in PAGE for table in gpu_page.tables())
 
 
 def test_losses_are_compared_at_common_steps_of_equal_trainings() -> None:
@@ -101,53 +86,41 @@ def test_losses_are_compared_at_common_steps_of_equal_trainings() -> None:
     assert "| 2.0000 |" in report().model_copy(update={"trained": [trained("ddp", 0.0), *others]}).row()
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "wrong"),
-    [
-        (trained("zero2", 0.0), trained("zero3", 0.0015), []),
-        (trained("zero2", 0.0), trained("zero3", 0.0025), ["zero2 and zero3"]),
-        (trained("ddp", 0.0), trained("zero3", 0.023), []),
-        (trained("ddp", 0.0), trained("zero3", 0.06), ["ddp and zero3"]),
-        (trained("zero2", 0.0, weights="float32"), trained("zero3", 0.02, weights="bfloat16"), []),
-        (trained("zero2", 0.0), trained("zero3", 1.0, training="8B"), []),
-        (trained("ddp", 0.0), trained("ddp", 0.009), []),
-        (trained("ddp", 0.0), trained("ddp", 0.011), ["ddp and ddp"]),
-        (trained("zero2", 0.0), trained("zero3", 0.0, losses={9: 8.0}), ["zero2 and zero3"]),
-        (trained("zero2", 0.0), trained("zero3", 0.0, planned_allocated=6 * GIB), ["memory under zero3"]),
-    ],
-)
-def test_the_limit_of_losses_depends_on_the_precision_of_the_weights(
-    one: Trained, other: Trained, wrong: list[str]
-) -> None:
+@pytest.mark.parametrize(("one", "other", "wrong"), [
+    (trained("zero2", 0.0), trained("zero3", 0.0015), []),
+    (trained("zero2", 0.0), trained("zero3", 0.0025), ["zero2 and zero3"]),
+    (trained("ddp", 0.0), trained("zero3", 0.023), []),
+    (trained("ddp", 0.0), trained("zero3", 0.06), ["ddp and zero3"]),
+    (trained("zero2", 0.0, weights="float32"), trained("zero3", 0.02, weights="bfloat16"), []),
+    (trained("zero2", 0.0), trained("zero3", 1.0, training="8B"), []), (trained("ddp", 0.0), trained("ddp", 0.009), []),
+    (trained("ddp", 0.0), trained("ddp", 0.011), ["ddp and ddp"]),
+    (trained("zero2", 0.0), trained("zero3", 0.0, losses={9: 8.0}), ["zero2 and zero3"]),
+    (trained("zero2", 0.0), trained("zero3", 0.0, planned_allocated=6 * GIB), ["memory under zero3"]),
+])  # fmt: skip
+def test_the_limit_of_losses_depends_on_the_type_of_the_weights(one: Trained, other: Trained, wrong: list[str]) -> None:
     """The planned 3 GiB of `trained` are a quarter below the measured 4."""
     assert [finding.check for finding in judge([one, other]) if finding.verdict is not Verdict.OK] == wrong
 
 
-def probed(monkeypatch: pytest.MonkeyPatch, stdout: str, returncode: int = 0, stderr: str = "") -> None:
+def probed(monkeypatch: Patch, stdout: str, returncode: int = 0, stderr: str = "") -> None:
     done = subprocess.CompletedProcess([], returncode, stdout, stderr)
     monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: done)
     monkeypatch.setattr(machine, "list_gpus", lambda: None)
 
 
-def test_the_first_gpu_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_gpu_is_the_machine(monkeypatch: Patch) -> None:
     one = f'["NVIDIA H100 80GB HBM3", {79 * GIB}]'
     probed(monkeypatch, f'a warning\n{{"gpus": [{one}, {one}], "cuda": "13.0", "nccl": "2.28.9"}}\n')
     found = find_machine()
-    assert (found.accelerator, found.nccl) == ("h100", "2.28.9")
-    assert found.cluster()["gpu_memory_gib"] == 79.0
+    assert (found.accelerator, found.nccl) == ("h100", "2.28.9") and found.cluster()["gpu_memory_gib"] == 79.0
 
 
-@pytest.mark.parametrize(
-    ("stdout", "returncode", "sentence"),
-    [
-        ('{"gpus": [], "cuda": null, "nccl": null}', 0, "found no GPU. It needs one that torch"),
-        ("", 1, "cannot use the GPU: RuntimeError: error 802. Run `shardmake doctor --node`"),
-        ('{"gpus": [["NVIDIA X1", 1]], "cuda": "13.0", "nccl": ""}', 0, "does not know the GPU 'NVIDIA X1'"),
-    ],
-)
-def test_a_machine_that_cannot_be_used_is_refused(
-    monkeypatch: pytest.MonkeyPatch, stdout: str, returncode: int, sentence: str
-) -> None:
+@pytest.mark.parametrize(("stdout", "returncode", "sentence"), [
+    ('{"gpus": [], "cuda": null, "nccl": null}', 0, "found no GPU. It needs one that torch"),
+    ("", 1, "cannot use the GPU: RuntimeError: error 802. Run `shardmake doctor --node`"),
+    ('{"gpus": [["NVIDIA X1", 1]], "cuda": "13.0", "nccl": ""}', 0, "does not know the GPU 'NVIDIA X1'"),
+])  # fmt: skip
+def test_a_machine_that_cannot_be_used(monkeypatch: Patch, stdout: str, returncode: int, sentence: str) -> None:
     probed(monkeypatch, stdout, returncode, "Traceback\nRuntimeError: error 802\n")
     with pytest.raises(ConfigError, match="make gpu-check") as error:
         find_machine()

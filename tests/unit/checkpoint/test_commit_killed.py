@@ -44,9 +44,7 @@ def test_newest_committed_checkpoint_is_valid_after_a_kill_at_any_write(tmp_path
     assert save_until_killed(tmp_path / "finished", tmp_path / "writes", -1, "before") == 0
     places = points(tmp_path / "writes")
     kinds = {what.split()[0] for _, _, what in places}
-    assert kinds == {"open", "torch.save", "fsync", "os.rename", "os.remove", "os.rmdir"}
-    assert len(places) > 25
-
+    assert kinds == {"open", "torch.save", "fsync", "os.rename", "os.remove", "os.rmdir"} and len(places) > 25
     steps = []
     for at, mode, what in places:
         folder = tmp_path / f"{at}-{mode}"

@@ -10,8 +10,7 @@ from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lo
 def test_values_of_the_literature() -> None:
     """Eight nodes with 6.5 failures per 1000 node-days save for a minute every four hours and lose less than 1%."""
     mtbf = job_mtbf_seconds(24 * 1000 / 6.5, nodes=8)
-    assert mtbf / 3600 == pytest.approx(461.5, abs=0.1)
-    assert interval_seconds(60, mtbf) / 60 == pytest.approx(235, abs=1)
+    assert mtbf / 3600 == pytest.approx(461.5, abs=0.1) and interval_seconds(60, mtbf) / 60 == pytest.approx(235, abs=1)
     assert lost_share(60, interval_seconds(60, mtbf), mtbf) == pytest.approx(0.0085, abs=1e-4)
 
 

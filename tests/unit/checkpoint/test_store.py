@@ -72,8 +72,7 @@ def test_an_unfinished_save_is_removed_and_a_persons_never(tmp_path: Path, log: 
     unfinished = stage(tmp_path, 10)
     foreign = write(tmp_path, 15, FILES, committed=False)
     for _ in range(2):
-        assert recovered(tmp_path) == 5
-        assert not unfinished.exists() and list_files(foreign) == sorted(FILES)
+        assert recovered(tmp_path) == 5 and not unfinished.exists() and list_files(foreign) == sorted(FILES)
     assert "checkpoint-15 is not used and stays" in log.text
     staged = stage(tmp_path, 15)
     store.commit(staged, make_record(staged, 15))
@@ -104,8 +103,7 @@ def test_damaged_trainer_state_is_not_final(tmp_path: Path, content: str | None)
     if content is not None:
         for folder in (last, earlier):
             (folder / TRAINER_STATE).write_text(content)
-    assert is_final(read_record(last), last) == (content is None)
-    assert not is_final(read_record(earlier), earlier)
+    assert is_final(read_record(last), last) == (content is None) and not is_final(read_record(earlier), earlier)
 
 
 @pytest.mark.parametrize("content", [FILES["latest"], None, b""], ids=["truncated", "missing", "empty"])
@@ -113,8 +111,7 @@ def test_damaged_checkpoint_is_skipped(tmp_path: Path, log: Log, content: bytes 
     write(tmp_path, 5, FILES)
     shard = write(tmp_path, 10, FILES) / "global_step1/rank1.pt"
     shard.unlink() if content is None else shard.write_bytes(content)
-    assert newest(tmp_path) == 5
-    assert "rank1.pt" in log.messages[0]
+    assert newest(tmp_path) == 5 and "rank1.pt" in log.messages[0]
 
 
 def test_checkpoint_with_unreadable_file_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
@@ -122,8 +119,7 @@ def test_checkpoint_with_unreadable_file_is_skipped(tmp_path: Path, monkeypatch:
     state = write(tmp_path, 10, FILES | {TRAINER_STATE: b'{"max_steps": 10}'}) / TRAINER_STATE
     read, fail = fingerprint, Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(record_module, "fingerprint", lambda path: fail() if path == state else read(path))
-    assert not is_final(read_record(state.parent), state.parent)
-    assert newest(tmp_path) == 5
+    assert not is_final(read_record(state.parent), state.parent) and newest(tmp_path) == 5
     assert log.messages == [f"Skipped checkpoint-10: {state} cannot be read (Input/output error)."]
 
 
@@ -201,8 +197,7 @@ def test_recover_returns_the_newest_valid_and_moves_damaged_ones(tmp_path: Path,
         write(tmp_path, step, FILES)
     (write(tmp_path, 10, FILES) / "latest").write_bytes(b"global_step2")
     stage(tmp_path, 15)
-    assert recovered(tmp_path) == 5
-    assert [step for step, _ in store.checkpoints(tmp_path)] == [5, 4, 3]
+    assert recovered(tmp_path) == 5 and [step for step, _ in store.checkpoints(tmp_path)] == [5, 4, 3]
     assert [path.name.startswith("damaged-checkpoint-10") for path in store.damaged(tmp_path)] == [True]
     assert not (tmp_path / store.STAGING).exists()
     unfinished, skipped, renamed = log.messages
@@ -227,24 +222,19 @@ def fail_rmtree(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> Non
     monkeypatch.setattr(shutil, "rmtree", fail)
 
 
-def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log
-) -> None:
+def test_what_cannot_be_removed_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     """The removal is retried while a process still writes."""
     fail_rmtree(monkeypatch, "checkpoint-15", 2)
     stage(tmp_path, 15)
     store.discard_unfinished(tmp_path)
     assert len(log.messages) == 1 and not (tmp_path / store.STAGING).exists()
     log.clear()
-
     monkeypatch.setattr(store, "REMOVE_SECONDS", 0.0)
     fail_rmtree(monkeypatch, "checkpoint-10", float("inf"))
     write(tmp_path, 5, FILES)
     unfinished = stage(tmp_path, 10)
-    assert recovered(tmp_path) == 5
-    assert log.messages[1] == f"Could not remove {unfinished}: Directory not empty."
+    assert recovered(tmp_path) == 5 and log.messages[1] == f"Could not remove {unfinished}: Directory not empty."
     log.clear()
-
     write(tmp_path, 10, FILES)
     staged = write(store.staging_folder(tmp_path, 1), 15, FILES)
     (staged.parent / ".nfs0001").touch()
@@ -271,8 +261,7 @@ def test_checkpoint_with_an_unreadable_record_is_set_aside(tmp_path: Path, log: 
         record = write(tmp_path, step, FILES) / RECORD_NAME
         record.unlink()
         record.write_bytes(content) if content is not None else record.symlink_to(record.name)
-    assert [record.step for record, _ in store.committed(tmp_path)] == [5]
-    assert recovered(tmp_path) == 5
+    assert [record.step for record, _ in store.committed(tmp_path)] == [5] and recovered(tmp_path) == 5
     assert "shardmake.json is damaged or cannot be read" in log.messages[0]
     aside = store.damaged(tmp_path)
     assert [path.name.split("-")[2] for path in aside] == ["10", "4"]
@@ -288,13 +277,11 @@ def test_record_of_a_newer_shardmake_is_read_and_other_folders_are_not_checkpoin
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-7").mkdir()
     os.mkfifo(tmp_path / "checkpoint-7" / "pipe")
-    assert [step for step, _ in store.checkpoints(tmp_path)] == [7, 5]
-    assert list_files(tmp_path / "checkpoint-7") == []
+    assert [step for step, _ in store.checkpoints(tmp_path)] == [7, 5] and list_files(tmp_path / "checkpoint-7") == []
 
 
 @pytest.mark.parametrize(("retention", "losses", "kept"), [
-    (Retention(keep=1), {}, {90}), (Retention(keep=3), {}, {90, 75, 60}),
-    (Retention(keep=1, best=True), {}, {90, 45}),
+    (Retention(keep=1), {}, {90}), (Retention(keep=3), {}, {90, 75, 60}), (Retention(keep=1, best=True), {}, {90, 45}),
     (Retention(keep=1, best=True), {45: float("nan"), 60: float("-inf")}, {90}),
     (Retention(keep=1, every_steps=40), {}, {90, 45}), (Retention(keep=1, every_steps=30), {}, {90, 60, 30}),
     (Retention(keep=0), {}, {90}),
@@ -328,5 +315,4 @@ def test_the_tag_is_written_again_because_it_follows_from_the_record(tmp_path: P
     (newest / "latest").unlink()
     if damage:
         (newest / "latest").write_bytes(damage)
-    assert recovered(tmp_path) == 10
-    assert (newest / "latest").read_bytes() == b"global_step10"
+    assert recovered(tmp_path) == 10 and (newest / "latest").read_bytes() == b"global_step10"

@@ -73,11 +73,9 @@ def test_the_newest_checkpoint_and_the_model_are_kept(rundir: RunDir) -> None:
     (rundir.fetched / "train.parquet").touch()
     model = sorted(rundir.model.iterdir())
     listed(rundir.root.parent, remove=True)
-    assert names(rundir) == {"checkpoint-40"}
-    assert [record.step for record, _ in committed(rundir.checkpoints)] == [40]
+    assert names(rundir) == {"checkpoint-40"} and [record.step for record, _ in committed(rundir.checkpoints)] == [40]
     assert sorted(rundir.model.iterdir()) == model and not (rundir.root / ".model.partial").exists()
-    assert [path.name for path in rundir.fetched.iterdir()] == ["train.parquet"]
-    assert listed(rundir.root.parent) == set()
+    assert [path.name for path in rundir.fetched.iterdir()] == ["train.parquet"] and listed(rundir.root.parent) == set()
 
 
 def test_a_link_and_what_it_leads_to_stay(rundir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,8 +175,7 @@ def test_nothing_is_removed_in_doubt(rundir: RunDir, doubt: str, caplog: pytest.
     before = names(rundir)
     arrange, message = DOUBTS[doubt]
     arrange(rundir)
-    assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
-    assert message in caplog.text
+    assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before and message in caplog.text
     if message.startswith(NOT_WHOLE):
         push(RUN, rundir)
         assert "checkpoint-10" in listed(rundir.root.parent, remove=True)
@@ -196,8 +193,7 @@ def test_permanent_checkpoints_and_the_best_are_kept(rundir: RunDir) -> None:
 def test_runs_without_anything_to_remove_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "demo").mkdir()
     caplog.set_level("INFO", "shardmake")
-    assert clean(tmp_path, remove=False) == []
-    assert f"Nothing to remove: no pushed run in {tmp_path}" in caplog.text
+    assert clean(tmp_path, remove=False) == [] and f"Nothing to remove: no pushed run in {tmp_path}" in caplog.text
 
 
 def test_a_named_run_and_what_is_set_aside_go_after_asking(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,8 +56,7 @@ def test_a_training_is_set_aside_as_often_as_asked_and_never_while_it_runs(rundi
         with pytest.raises(ConfigError, match="shardmake stop chat"):
             retrain(rundir)
         rundir.job.unlink()
-        assert f"to runs/chat/train-before-{number};" in retrain(rundir)
-        assert not rundir.train.exists()
+        assert f"to runs/chat/train-before-{number};" in retrain(rundir) and not rundir.train.exists()
         assert (rundir.root / f"train-before-{number}/receipt.json").read_text() == str(number)
 
 
@@ -84,8 +83,7 @@ def test_a_local_training_is_interrupted(rundir: RunDir) -> None:
         with pytest.raises(ConfigError, match=r"^Nothing to cancel: chat\. Its process has ended\."):
             cancel(rundir, make_cluster())  # another process with the same id
         submitted(rundir, job)
-        assert cancel(rundir, make_cluster()).startswith(f"Cancelled job {job} of chat.")
-        assert process.wait() != 0
+        assert cancel(rundir, make_cluster()).startswith(f"Cancelled job {job} of chat.") and process.wait() != 0
 
 
 @pytest.mark.parametrize(("rows", "refused", "message"), [

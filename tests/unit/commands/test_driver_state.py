@@ -74,8 +74,7 @@ def test_the_driver_jobs_of_all_runs_cost_one_query(slurm: Path) -> None:
     found = driver_jobs(Path("runs"), ["chat", "code", "other", "new"])
     jobs = {run: (status.job, status.nodes) for run, status in found.items()}
     assert jobs == {"other": ("14", "(Priority)"), **dict.fromkeys(("chat", "code"), ("12", "c1"))}
-    assert found["code"].log == "runs/.driver/002/driver.log"
-    assert len(Path("asked").read_text().splitlines()) == 1
+    assert found["code"].log == "runs/.driver/002/driver.log" and len(Path("asked").read_text().splitlines()) == 1
 
 
 def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(slurm: Path) -> None:
@@ -122,9 +121,8 @@ def test_what_a_later_job_must_not_repeat_is_refused(words: str) -> None:
 
 
 @pytest.mark.parametrize(("to", "targets", "cluster", "refused"), [
-    ("hub:lab/chat", [], {}, True),
-    (["file:out", "s3://bucket/chat"], ["push"], {}, True), ("hub:lab/chat", ["evaluate"], {}, False),
-    ("file:out", [], {}, False),
+    ("hub:lab/chat", [], {}, True), (["file:out", "s3://bucket/chat"], ["push"], {}, True),
+    ("hub:lab/chat", ["evaluate"], {}, False), ("file:out", [], {}, False),
     ("hub:lab/chat", [], {"internet_on_compute_nodes": True}, False),
 ])  # fmt: skip
 def test_a_push_of_the_job_is_refused(to: Any, targets: list[str], cluster: dict[str, Any], refused: bool) -> None:

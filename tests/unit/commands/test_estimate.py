@@ -82,10 +82,8 @@ def test_a_deepspeed_file_gives_stage_and_sizes(model: str, tmp_path: Path) -> N
 def test_every_term_is_explained(model: str, method: Method, gradient_dtype: GradientDtype) -> None:
     rows = estimate(EstimateRequest(model, method=method, gradient_dtype=gradient_dtype)).rows
     for memory in (row.memory for row in rows):
-        assert set(memory.gpu.terms) <= set(GPU_TERMS)
-        assert set(memory.host.terms) <= set(HOST_TERMS)
-        assert set(memory.nvme.terms) <= set(NVME_TERMS)
-        assert set(memory.disk.terms) <= set(DISK_TERMS)
+        assert set(memory.gpu.terms) <= set(GPU_TERMS) and set(memory.host.terms) <= set(HOST_TERMS)
+        assert set(memory.nvme.terms) <= set(NVME_TERMS) and set(memory.disk.terms) <= set(DISK_TERMS)
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -93,8 +91,7 @@ def test_every_term_is_explained(model: str, method: Method, gradient_dtype: Gra
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_term_beside_a_reference_is_explained(strategy: Strategy, precision: Precision, copies: bool) -> None:
     setup = scenario(
-        strategy=strategy, precision=precision, reference_weights=True, has_script=copies,
-        checkpoint_in_memory=copies,
+        strategy=strategy, precision=precision, reference_weights=True, has_script=copies, checkpoint_in_memory=copies,
     )  # fmt: skip
     phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1, 1))
     assert {term for terms in phases.values() for term in terms} <= set(GPU_TERMS)
@@ -110,9 +107,7 @@ def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFix
     assert "12.5 GB/s between nodes" in shown and "error of sharded trainings: " in shown
 
 
-def test_a_quantized_base_is_counted_as_what_can_be_trained(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantized_base_counts_as_dequantized(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     declared = tmp_path / "config.json"
     declared.write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
     found, plain = (estimate(EstimateRequest(name, strategies=["zero2"])) for name in (str(declared), model))
@@ -185,10 +180,9 @@ def test_estimate_and_plan_agree_to_the_byte(settings: dict[str, Any], model: st
         model=request.model, data={"train": "train.jsonl"}, sequence_length=4096, max_steps=100,
         global_batch_size=4 * request.micro_batch, micro_batch_size=request.micro_batch, method=request.method,
         objective=request.objective, packing=request.objective == "sft",
-        **({request.objective: {"reference": request.reference}} if request.reference else {}),
-        learning_rate=1e-4, strategy=request.strategies[0], gradient_checkpointing=request.gradient_checkpointing,
-        nodes=2, attention="sdpa", loss=request.loss,
-        activation_offload=request.activation_offload,
+        **({request.objective: {"reference": request.reference}} if request.reference else {}), learning_rate=1e-4,
+        strategy=request.strategies[0], gradient_checkpointing=request.gradient_checkpointing, nodes=2,
+        attention="sdpa", loss=request.loss, activation_offload=request.activation_offload,
     )  # fmt: skip
     (candidate,) = make_plan("run", run, cluster)[1].candidates
     planned = candidate.model_dump(mode="json")
@@ -220,8 +214,7 @@ def test_a_flag_that_helps_is_suggested_without_a_value(model: str) -> None:
         for offload in (False, True)
     )
     result = estimate(replace(request, gpu_memory=(kept + offloaded) / 2 / 2**30))
-    assert result.advice is not None
-    assert "--activation-offload: " in result.advice
+    assert result.advice is not None and "--activation-offload: " in result.advice
 
 
 def test_a_change_that_is_suggested_sees_as_many_tokens_per_step(model: str) -> None:
@@ -305,8 +298,7 @@ def test_the_rows_are_those_that_deepspeed_prints(nodes: int, gpus: int, capsys:
     estimate_zero3_model_states_mem_needs_all_cold(model.parameters, largest_layer(model), gpus, nodes)
     theirs = figures(capsys.readouterr().out)
     table = deepspeed_table(model, nodes, gpus)
-    assert len(theirs) == 8 and figures(table) == theirs
-    assert table.count("ZeRO-2") == 2 and table.count("ZeRO-3") == 6
+    assert len(theirs) == 8 and figures(table) == theirs and table.count("ZeRO-2") == 2 and table.count("ZeRO-3") == 6
 
 
 def test_zero2_rows_against_deepspeeds_documentation_and_formula() -> None:

@@ -54,8 +54,7 @@ def test_any_name_of_a_file_is_read_back_unchanged(name: str) -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"cluster": "none.yaml"}, "--cluster: 'none.yaml' is not a file."), ({"data": "none.jsonl"}, "does not exist"),
-    ({"model": "./none"}, "is not a model folder"),
-    ({"name": "a/b"}, "cannot be the name of a run's folder"),
+    ({"model": "./none"}, "is not a model folder"), ({"name": "a/b"}, "cannot be the name of a run's folder"),
 ])  # fmt: skip
 def test_nothing_is_written_if_a_value_cannot_be_used(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

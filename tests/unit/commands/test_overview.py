@@ -44,8 +44,7 @@ def test_a_pending_job_has_its_reason_and_estimated_start(training: RunDir) -> N
     queue = parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}|{START}\n")
     row = read_state(make_run(), SLURM, training, queue)
     assert (row.stage, row.state, row.queue) == ("train", "waits in the queue", "pending (Priority)")
-    assert row.expected_start == datetime.fromisoformat(START).timestamp()
-    assert cells(row)[-2] == "2026-11-23 14:30"
+    assert row.expected_start == datetime.fromisoformat(START).timestamp() and cells(row)[-2] == "2026-11-23 14:30"
     assert parse_start("N/A") is None and parse_start("") is None
 
 

@@ -96,8 +96,7 @@ def test_a_finished_run(finished: RunDir) -> None:
     text = describe(finished_run.make_run(push=PUSH), LOCAL, finished)
     assert states(text) == dict.fromkeys(STAGES, "done")
     assert "Trained 60 steps, 245,760 tokens, with zero2 on 2 ranks in 2 attempts." in text
-    assert "pushed to                file:published/chat" in text
-    assert one_line(finished) == "chat  done"
+    assert "pushed to                file:published/chat" in text and one_line(finished) == "chat  done"
     edited = finished_run.make_run(push=PUSH, report_to=["wandb"])  # which cannot change a result
     assert states(describe(edited, SLURM, finished)) == dict.fromkeys(STAGES, "done")
     finished.rendered.unlink()
@@ -251,8 +250,7 @@ def test_rows_of_squeue_are_of_the_runs_own_job(training: RunDir) -> None:
 
 @pytest.mark.parametrize(("scores", "line"), [
     ({"preferences": finished_run.PREFERENCES}, "pairs: reward"),
-    ({"completions": finished_run.COMPLETIONS}, "completions: reward"),
-    (dict(finished_run.RATED), "pairs: preference"),
+    ({"completions": finished_run.COMPLETIONS}, "completions: reward"), (dict(finished_run.RATED), "pairs: preference"),
 ], ids=["pairs", "completions", "reward model"])  # fmt: skip
 def test_scores_are_shown(finished: RunDir, scores: dict[str, Any], line: str) -> None:
     finished_run.EVALUATED.model_copy(update=scores).write(finished.evaluation)

@@ -39,12 +39,9 @@ def optimizer(folder: Path, model: Path) -> dict[str, Any]:
     run, arguments = card(folder / "optimizer", optimizer=OPTIMIZER)
     test_what_transformers_builds_passes(folder, OPTIMIZER, "cosine", has_vectors=True)
     return {
-        **run,
-        "estimate": estimated(model, "--optimizer", OPTIMIZER),
-        "optim": arguments["arguments"]["optim"],
-        "refusal": unsuitable(Run.model_validate(make(optimizer=OPTIMIZER)), "fsdp"),
-        "doctor": list(BITSANDBYTES),
-    }
+        **run, "estimate": estimated(model, "--optimizer", OPTIMIZER), "optim": arguments["arguments"]["optim"],
+        "refusal": unsuitable(Run.model_validate(make(optimizer=OPTIMIZER)), "fsdp"), "doctor": list(BITSANDBYTES),
+    }  # fmt: skip
 
 
 def method(folder: Path, model: Path) -> dict[str, Any]:
@@ -57,11 +54,9 @@ def method(folder: Path, model: Path) -> dict[str, Any]:
     run = Run.model_validate(make(method=METHOD, model=str(model.parent)))
     adapted: Any = load_model(training_settings(make_plan("ddp"), run, make_cluster(), make_model()))
     return {
-        **found,
-        "estimate": {kind: estimated(model, "--method", kind) for kind in (METHOD, "lora")},
-        "kind": arguments["method"]["kind"],
-        "scaled": adapted.peft_config["default"].use_rslora,
-    }
+        **found, "estimate": {kind: estimated(model, "--method", kind) for kind in (METHOD, "lora")},
+        "kind": arguments["method"]["kind"], "scaled": adapted.peft_config["default"].use_rslora,
+    }  # fmt: skip
 
 
 def make(**changes: Any) -> dict[str, Any]:

@@ -144,8 +144,7 @@ def test_a_removed_key_stops_deepspeed_and_is_found(key: str) -> None:
     with pytest.raises((installed.DeepSpeedConfigError, ValueError)):
         installed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **values})
     ((name, value, rule),) = find_removed(values)
-    assert (name, value) == (key, False)
-    assert rule.fact.startswith("DeepSpeed") and "stops" in rule.fact
+    assert (name, value) == (key, False) and rule.fact.startswith("DeepSpeed") and "stops" in rule.fact
 
 
 def test_the_values_without_effect_are_deepspeeds_defaults(read: dict[str, Any]) -> None:
@@ -177,8 +176,7 @@ def files_with(package: Any, text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("text", "files"), [
-    ("._config.pipeline", {"runtime/pipe/engine.py"}),
-    (".disable_allgather", {"runtime/config.py"}),
+    ("._config.pipeline", {"runtime/pipe/engine.py"}), (".disable_allgather", {"runtime/config.py"}),
     ("dataloader_drop_last()", {"runtime/engine.py"}),
     ("self._config.use_data_before_expert_parallel_", {"runtime/engine.py"}),
     ("convert_to_random_ltd(", {"runtime/data_pipeline/data_routing/helper.py"}),

@@ -108,9 +108,8 @@ def test_every_key_of_trl_is_one_of_its_classes() -> None:
 
 
 @pytest.mark.parametrize(("values", "key", "value"), [
-    (FACTORY, "pref_loss", "simpo"), (FACTORY, "lr_scheduler_type", "warmup_of_tomorrow"),
-    (FACTORY, "val_size", 100), (AXOLOTL, "warmup_steps", 123),
-    (SMALL_TRL, "report_to", ["a tracker of tomorrow"]),
+    (FACTORY, "pref_loss", "simpo"), (FACTORY, "lr_scheduler_type", "warmup_of_tomorrow"), (FACTORY, "val_size", 100),
+    (AXOLOTL, "warmup_steps", 123), (SMALL_TRL, "report_to", ["a tracker of tomorrow"]),
     (AXOLOTL, "lora_target_modules", r"layers.\d+.(q|v)_proj"),
 ])  # fmt: skip
 def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: str, value: Any) -> None:
@@ -165,8 +164,7 @@ def test_steps_of_warm_up_precede_its_ratio(values: dict[str, Any], given: dict[
 @pytest.mark.parametrize("key", ["neftune_noise_alpha", "a_key_of_tomorrow"])
 @pytest.mark.parametrize("values", [AXOLOTL, FACTORY, SMALL_TRL])
 def test_a_key_without_a_counterpart_is_listed_unless_it_is_off(values: dict[str, Any], key: str) -> None:
-    assert key in run_of({**values, key: 5})[2]
-    assert key not in run_of({**values, key: None})[2]
+    assert key in run_of({**values, key: 5})[2] and key not in run_of({**values, key: None})[2]
 
 
 def test_values_that_contradict_each_other_are_not_chosen_from() -> None:

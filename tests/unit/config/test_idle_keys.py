@@ -44,8 +44,7 @@ TRAINING: dict[str, Any] = {
     "tf32": True, "attention": "eager", "gradient_checkpointing": True, "activation_offload": True, "loss": "chunked",
     "tensor_parallel": 2, "sequence_parallel": 2, "expert_parallel": 2, "nodes": 1, "torch_compile": True, "seed": 1,
     "eval_every_steps": 7, "report_to": ["tensorboard"], "profile": {"first_step": 7}, "memory_snapshot": True,
-    "trust_remote_code": True, "freeze": ["model.embed_tokens"],
-    "learning_rates": {"model.norm": 1e-5},
+    "trust_remote_code": True, "freeze": ["model.embed_tokens"], "learning_rates": {"model.norm": 1e-5},
 }  # fmt: skip
 """The same for the other keys of a run that its training reads."""
 NAMED = {"model", "revision", "resume_from", "epochs", "objective", "method", "strategy", "script", "script_args"}

@@ -22,11 +22,9 @@ def parse(runs: Any, defaults: Any = None, **more: Any) -> Config:
 
 def test_a_run_has_the_values_of_the_defaults_of_its_bases_and_its_own() -> None:
     runs = {
-        "plain": None,
-        "far": {"base": "near", "seed": 7, "data": {"eval": "org/held-out"}},
-        "near": {"base": "plain", "lora": {"rank": 8}, "seed": 5},
-        "epochs": {"max_steps": None, "epochs": 2},
-    }
+        "plain": None, "far": {"base": "near", "seed": 7, "data": {"eval": "org/held-out"}},
+        "near": {"base": "plain", "lora": {"rank": 8}, "seed": 5}, "epochs": {"max_steps": None, "epochs": 2},
+    }  # fmt: skip
     parsed = parse(runs, {**RUN, "method": "lora", "lora": {"alpha": 64, "targets": ["a", "b"]}})
     assert list(parsed.runs) == list(runs)
     lora = {"alpha": 64, "targets": ["a", "b"]}

@@ -51,8 +51,7 @@ def test_files_of_a_model_without_its_weights(tmp_path: Path, monkeypatch: pytes
         write(tmp_path / "base" / name, "{}")
     run = make_run(model="base", data={"train": "org/data", "eval": "data/eval.jsonl"})
     assert local_files(run, "model") == ["base/config.json", "base/chat_template.jinja", "base/tokenizer.json"]
-    assert local_files(run, "data") == ["data/eval.jsonl"]
-    assert local_files(make_run(model="org/base"), "model") == []
+    assert local_files(run, "data") == ["data/eval.jsonl"] and local_files(make_run(model="org/base"), "model") == []
     with pytest.raises(
         ShardmakeError, match=r"^runs\.chat\.data: 'data/eval\.jsonl' does not exist\. Name an existing "
     ):

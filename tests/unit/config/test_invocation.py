@@ -25,8 +25,7 @@ def test_another_configuration_never_changes_a_merged_file(tmp_path: Path) -> No
     before = first.read_bytes(), first.stat().st_mtime_ns
     second = invocation.write_merged(parse_config(values(seed=7), "a"), "a", tmp_path)
     again = invocation.write_merged(parse_config(values(), "a"), "a", tmp_path)
-    assert second != first == again
-    assert (first.read_bytes(), first.stat().st_mtime_ns) == before
+    assert second != first == again and (first.read_bytes(), first.stat().st_mtime_ns) == before
     assert sorted(tmp_path.iterdir()) == sorted([first, second])
 
 
@@ -43,8 +42,7 @@ def test_a_file_with_a_password_is_for_the_user_alone(tmp_path: Path, monkeypatc
     config = parse_config(values(push={"to": "s3://ada:hunter2hunter2@bucket/x"}), "a")
     path = invocation.write_merged(config, "a", tmp_path / "shared")
     assert path.is_relative_to(tmp_path / "cache") and not (tmp_path / "shared").exists()
-    assert path.parent.stat().st_mode & 0o077 == 0
-    assert load_config(path) == config
+    assert path.parent.stat().st_mode & 0o077 == 0 and load_config(path) == config
 
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
@@ -110,9 +108,7 @@ def test_files_are_checked_before_snakemake_reads_them(tmp_path: Path, monkeypat
     ("slurm", "slurm", None), ("slurm", "cluster-generic", None), ("local", "local", None), ("slurm", None, None),
     ("local", None, None),
 ])  # fmt: skip
-def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
-    cluster: str, executor: str | None, advice: str | None
-) -> None:
+def test_a_profile_unlike_the_cluster_file_is_rejected(cluster: str, executor: str | None, advice: str | None) -> None:
     file = Cluster(**{**CLUSTER, "executor": cluster})
     message = re.escape(f"cluster: c.yaml {advice}, or name a cluster file with ")
     with pytest.raises(ConfigError, match=f"^{message}") if advice else nullcontext():

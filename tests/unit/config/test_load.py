@@ -177,8 +177,7 @@ def test_each_unreadable_value_is_an_error_with_its_line(text: str) -> None:
         parse_yaml(text)
     assert error.value.problem_mark is not None
     line, problem = WRONG[text]
-    assert error.value.problem_mark.line + 1 == line
-    assert str(error.value.problem).startswith(problem)
+    assert error.value.problem_mark.line + 1 == line and str(error.value.problem).startswith(problem)
 
 
 def test_aliases_quoted_dates_and_whole_pairs_are_read() -> None:

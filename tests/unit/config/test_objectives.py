@@ -34,8 +34,7 @@ def test_settings_have_the_defaults_of_trl(objective: Objective, kind: type, the
 
 def test_every_epoch_of_kto_has_the_same_order() -> None:
     """The completions that a prompt is compared with are those of its micro batch."""
-    assert make_run(objective="kto").keeps_order
-    assert not make_run(objective="dpo").keeps_order
+    assert make_run(objective="kto").keeps_order and not make_run(objective="dpo").keeps_order
     assert make_run(data={"train": "org/data", "order": "length"}).keeps_order
 
 

@@ -83,8 +83,7 @@ def test_each_rule_has_the_name_of_its_command_and_file() -> None:
     assert steps <= commands
     for step in steps:
         rules = re.findall(r"^rule (\w+):", files[step], flags=re.MULTILINE)
-        assert rules[0] == f"{step}_run"
-        assert f'command("{step} ' in files[step]
+        assert rules[0] == f"{step}_run" and f'command("{step} ' in files[step]
         assert f'"{step}":' in files["common"], f"`snakemake {step}` has no target"
 
 

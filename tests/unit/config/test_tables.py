@@ -94,8 +94,7 @@ def test_an_optimizer_is_one_row(found: dict[str, Any]) -> None:
 
 def test_a_method_is_one_row(found: dict[str, Any]) -> None:
     row = found["method"]
-    assert row["estimate"]["rslora"] == row["estimate"]["lora"]
-    assert row["kind"] == "rslora" and row["scaled"]
+    assert row["estimate"]["rslora"] == row["estimate"]["lora"] and row["kind"] == "rslora" and row["scaled"]
     assert "| Method | rsLoRA: rank 16, alpha 32, dropout 0, on all-linear;" in row["card"]
     assert "or scaled adapters." in row["readme"] and '"rslora"' in row["schema"]
 

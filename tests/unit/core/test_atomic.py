@@ -26,9 +26,7 @@ def test_an_unchanged_file_keeps_its_time(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file"
     assert write_text(path, "ü") and [*path.parent.iterdir()] == [path]
     os.utime(path, (1, 1))
-    assert not write_text(path, "ü")
-    assert path.stat().st_mtime == 1
-    assert write_text(path, "u")
+    assert not write_text(path, "ü") and path.stat().st_mtime == 1 and write_text(path, "u")
     assert path.read_text() == "u" and path.stat().st_mtime != 1
 
 
@@ -38,8 +36,7 @@ def test_a_failed_write_leaves_the_old_file_and_names_the_disk(tmp_path: Path, m
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left on device") as found:
             write_text(path, "new")
-    assert found.value.filename == str(path) and list(tmp_path.iterdir()) == [path]
-    assert path.read_text() == "old"
+    assert found.value.filename == str(path) and list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
     assert write_text(path, "new") and path.read_text() == "new"
 
 
@@ -58,8 +55,7 @@ def test_concurrent_writers_never_mix_their_content(tmp_path: Path) -> None:
     while any(writer.is_alive() for writer in writers):
         text = path.read_text()
         assert text in ("a" * 50_000, "b" * 50_000)
-    assert [writer.exitcode for writer in writers] == [0, 0]
-    assert list(tmp_path.iterdir()) == [path]
+    assert [writer.exitcode for writer in writers] == [0, 0] and list(tmp_path.iterdir()) == [path]
 
 
 @given(value=json_values)

@@ -54,8 +54,7 @@ def test_only_the_lock_of_a_killed_build_is_removed(lock: Path, owner: subproces
     assert remove_stale_locks(lock.parent.parent) == [
         f"Removed {lock}: a process that was killed while it built a kernel left this lock behind."
     ]
-    assert not lock.exists()
-    assert remove_stale_locks(lock.parent.parent) == []
+    assert not lock.exists() and remove_stale_locks(lock.parent.parent) == []
     assert remove_stale_locks(lock.parent / "missing") == []
 
 
@@ -83,12 +82,10 @@ def test_torch_waits_for_a_leftover_lock_and_builds_after_its_removal(lock: Path
 
 
 @pytest.mark.parametrize(("kind", "namespace", "age", "removed"), [
-    ("ext4", build_locks._HOST_PROCESSES, 0, True),
-    ("nfs4", build_locks._HOST_PROCESSES, 60, False),
+    ("ext4", build_locks._HOST_PROCESSES, 0, True), ("nfs4", build_locks._HOST_PROCESSES, 60, False),
     ("nfs4", build_locks._HOST_PROCESSES, LONGEST_BUILD_SECONDS + 60, True),
     ("lustre", build_locks._HOST_PROCESSES, 60, False), ("overlay", "pid:[4026532200]", 0, True),
-    ("ext4", "pid:[4026532200]", 60, False),
-    ("ext4", "pid:[4026532200]", LONGEST_BUILD_SECONDS + 60, True),
+    ("ext4", "pid:[4026532200]", 60, False), ("ext4", "pid:[4026532200]", LONGEST_BUILD_SECONDS + 60, True),
 ])  # fmt: skip
 def test_an_owner_that_may_run_elsewhere_keeps_its_lock_for_an_hour(
     lock: Path, monkeypatch: pytest.MonkeyPatch, kind: str, namespace: str, age: float, removed: bool
@@ -100,8 +97,7 @@ def test_an_owner_that_may_run_elsewhere_keeps_its_lock_for_an_hour(
     monkeypatch.setattr(build_locks, "_process_namespace", lambda: namespace)
     messages = remove_stale_locks(lock.parent.parent)
     assert len(messages) == 1 and messages[0].startswith(f"Removed {lock}" if removed else f"Ranks may wait for {lock}")
-    assert lock.exists() != removed
-    assert [path.name for path in lock.parent.iterdir()] == ([] if removed else ["lock"])
+    assert lock.exists() != removed and [path.name for path in lock.parent.iterdir()] == ([] if removed else ["lock"])
 
 
 def test_a_lock_that_its_owner_is_about_to_delete_is_not_touched(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:

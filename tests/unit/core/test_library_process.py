@@ -78,8 +78,7 @@ def test_nothing_here_is_imported(environment: dict[str, str], tmp_path: Path, m
     monkeypatch.chdir(tmp_path / "downloaded")
     for name in ("json", "random", "queue", "child_module", "shardmake"):
         Path(f"{name}.py").write_text("open('ran', 'w')")
-    assert run(21, environment) == {"doubled": 42}
-    assert not Path("ran").exists()
+    assert run(21, environment) == {"doubled": 42} and not Path("ran").exists()
     found = run_module("child_module", "folder", environment, NEUTRAL_FOLDER)
     assert found["folder"] == "/" and not {"", "/", str(Path.cwd())} & set(found["path"])
 

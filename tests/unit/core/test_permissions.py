@@ -68,8 +68,7 @@ def test_private_files_become_accessible_to_the_group(tmp_path: Path) -> None:
     (tmp_path / "outside").touch(0o600)
     (tmp_path / "cache/link").symlink_to(tmp_path / "outside")
     share_tree(tmp_path / "cache")
-    assert mode(tmp_path / "cache/trees") == "drwxrws---"
-    assert mode(tmp_path / "cache/trees/a.json") == "-rw-rw----"
+    assert mode(tmp_path / "cache/trees") == "drwxrws---" and mode(tmp_path / "cache/trees/a.json") == "-rw-rw----"
     assert mode(tmp_path / "cache/run.sh") == "-rwxrw----"
     assert mode(tmp_path / "outside") == "-rw-------", "a link does not change files outside"
 

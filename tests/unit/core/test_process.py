@@ -27,8 +27,7 @@ def output_of(script: str, seconds: float = 10) -> str | None:
 
 
 def test_output_counts_only_with_status_0() -> None:
-    assert output_of("echo 4 GPUs") == "4 GPUs\n"
-    assert output_of("echo 4 GPUs; exit 9") is None
+    assert output_of("echo 4 GPUs") == "4 GPUs\n" and output_of("echo 4 GPUs; exit 9") is None
 
 
 def test_a_process_that_cannot_be_killed_does_not_block_the_caller() -> None:
@@ -37,8 +36,7 @@ def test_a_process_that_cannot_be_killed_does_not_block_the_caller() -> None:
     killed: list[bool] = []
     child.kill = lambda: killed.append(True)  # type: ignore[method-assign]
     started = time.monotonic()
-    assert wait_for_output(child, 0.2) is None
-    assert killed and time.monotonic() - started < 3
+    assert wait_for_output(child, 0.2) is None and killed and time.monotonic() - started < 3
     child.terminate()
     child.communicate()
 
@@ -58,8 +56,7 @@ def test_a_child_within_limits_ends_in_a_sentence(function: Callable[[], object]
     started = time.monotonic()
     with pytest.raises(ShardmakeError, match=message):
         within_limits("Rendering", function, seconds=1, memory=64 << 20)
-    assert time.monotonic() - started < 30
-    assert within_limits("Rendering", lambda: ["ok"], seconds=60) == ["ok"]
+    assert time.monotonic() - started < 30 and within_limits("Rendering", lambda: ["ok"], seconds=60) == ["ok"]
 
 
 @pytest.mark.parametrize(("script", "answer"), [

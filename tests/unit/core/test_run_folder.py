@@ -48,8 +48,7 @@ WRITES = re.compile(
 ELSEWHERE = {
     "consolidate/peft_check.py", "data/sources.py", "fetch/copied_base.py", "fetch/model.py", "fetch/store.py",
     "launch/compilers.py", "launch/driver_script.py", "launch/submission.py", "push/folder.py",
-    "render/launcher_settings.py", "report/comparison.py", "run/driver_job.py", "run/turns.py",
-    "train/async_saver.py",
+    "render/launcher_settings.py", "report/comparison.py", "run/driver_job.py", "run/turns.py", "train/async_saver.py",
 }  # fmt: skip
 """Files of stages that write to caches, temporary folders, node-local folders, or where a user says, by path."""
 OTHERS = ("commands/", "config/", "core/", "demo/", "doctor/", "memory/")

@@ -42,26 +42,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 SHAPES = {
-    "hub": f"«{TOKEN}»",
-    "AWS, a key": "«AKIAIOSFODNN7EXAMPLE»",
-    "AWS for a session": "«ASIAIOSFODNN7EXAMPLE»",
-    "GitHub": "«ghp_" + "a1" * 18 + "»",
-    "GitHub, fine-grained": "«github_pat_" + "a1" * 20 + "»",
-    "GitLab": "«glpat-" + "a1-B" * 5 + "»",
-    "Slack, a token": "«xoxb-123456789012-abcdef»",
-    "OpenAI": "«sk-proj-" + "a1B2" * 6 + "»",
-    "W&B": "«wandb_v1_" + "a1B2" * 8 + "»",
+    "hub": f"«{TOKEN}»", "AWS, a key": "«AKIAIOSFODNN7EXAMPLE»", "AWS for a session": "«ASIAIOSFODNN7EXAMPLE»",
+    "GitHub": "«ghp_" + "a1" * 18 + "»", "GitHub, fine-grained": "«github_pat_" + "a1" * 20 + "»",
+    "GitLab": "«glpat-" + "a1-B" * 5 + "»", "Slack, a token": "«xoxb-123456789012-abcdef»",
+    "OpenAI": "«sk-proj-" + "a1B2" * 6 + "»", "W&B": "«wandb_v1_" + "a1B2" * 8 + "»",
     "W&B, older": "wandb login «" + "0123abcdef" * 4 + "»",
     "JWT": "«eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl»",
-    "URL with slashes": "https://«ada:pa/ss/w0rd»@host/x",
-    "password": "password=«Plant77w!»",
-    "secret": 'client_secret: "«Plant78w!»"',
-    "key": "api-key=«Plant79w!»",
-    "header": "Authorization: Bearer «Plant80w.x/y»",
-    "header of a login": "authorization: Basic «UGxhbnQ4MXc»",
-    "curl": "curl -s -u ada:«Plant82w!»",
-    "private key": "«-----BEGIN OPENSSH PRIVATE KEY-----»",
-}
+    "URL with slashes": "https://«ada:pa/ss/w0rd»@host/x", "password": "password=«Plant77w!»",
+    "secret": 'client_secret: "«Plant78w!»"', "key": "api-key=«Plant79w!»",
+    "header": "Authorization: Bearer «Plant80w.x/y»", "header of a login": "authorization: Basic «UGxhbnQ4MXc»",
+    "curl": "curl -s -u ada:«Plant82w!»", "private key": "«-----BEGIN OPENSSH PRIVATE KEY-----»",
+}  # fmt: skip
 """A text of each form; what stands in guillemets is secret, all else stays."""
 BY_NAME = {
     "MY_DB_PASSWORD": "hunter2w", "SIGNING_KEY": "zebra-42", "BOT_TOKEN": "x.y.z.1234", "THE_SECRET": "q1w2e3r4",
@@ -81,8 +72,7 @@ def test_a_login_of_curl_is_removed_and_a_configuration_with_one_is_refused(logi
 
 def test_the_name_of_a_variable_and_other_users_are_no_login() -> None:
     for harmless in ("curl -u ada:$PASSWORD x", "Authorization: Bearer $TOKEN", "docker run --user 1000:100000 x"):
-        assert redact(harmless) == harmless
-        assert keys_of_tokens({"notify": {"command": harmless.split()}}) == []
+        assert redact(harmless) == harmless and keys_of_tokens({"notify": {"command": harmless.split()}}) == []
 
 
 BODY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSj"
@@ -277,8 +267,7 @@ SETTINGS = ('["--max_new_tokens", "5"]', "org/tokenizer", "token_id: 4", "0.001"
     "EOS_TOKEN=<|im_end|> PAD_TOKEN=151643 MAX_TOKENS=1000000", "Basic training of two models",
     "the option --password belongs to another program", "Enter password:\nLoading weights", "the password: any",
     "login with password authentication", "signature: forward(input_ids)", "hf_hub_download", "the tokenizer",
-    "sk-learn", "AKIA", "/etc/ssl/private/host.pem",
-    *SETTINGS,
+    "sk-learn", "AKIA", "/etc/ssl/private/host.pem", *SETTINGS,
 ])  # fmt: skip
 def test_text_about_secrets_and_ordinary_words_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

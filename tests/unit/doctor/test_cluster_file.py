@@ -41,8 +41,7 @@ def test_a_partition_becomes_the_cluster_of_its_largest_gpu_nodes() -> None:
     (PARTITIONS, Slurm(), ("cpu", 2, None, "none")),
     (HYPHENS, Slurm(partition="a100"), ("a100-40gb", 8, "nvidia_a100-sxm4-80gb", "gres")),
     (TWO_TYPES, Slurm(), ("a100-40gb", 8, "a100", "gres")),
-    (TWO_TYPES, Slurm(gpu_type="A30"), ("a30", 2, "a30", "gres")),
-    (SLICES, Slurm(), ("a100-40gb", 6, "a100", "gres")),
+    (TWO_TYPES, Slurm(gpu_type="A30"), ("a30", 2, "a30", "gres")), (SLICES, Slurm(), ("a100-40gb", 6, "a100", "gres")),
     (SLICES, Slurm(gpu_type="1g.10gb"), ("a100-80gb", 28, "1g.10gb", "gres")),
     (UNTYPED, Slurm(), ("a100-80gb", 4, None, "gres")),
 ])  # fmt: skip

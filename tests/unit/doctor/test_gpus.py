@@ -19,8 +19,7 @@ def found(*gpus: dict[str, str], ranks: int = 2) -> dict[str, Finding]:
 
 def test_healthy_gpus_are_ok() -> None:
     rows = found({}, {})
-    assert {row.verdict for row in rows.values()} == {OK}
-    assert rows["GPU model"].found == "NVIDIA H100 80GB HBM3"
+    assert {row.verdict for row in rows.values()} == {OK} and rows["GPU model"].found == "NVIDIA H100 80GB HBM3"
     assert rows["slowdown"].found == "nothing on 2 GPUs", "a software limit by heat is normal under load"
 
 
@@ -59,8 +58,7 @@ def test_a_mig_slice_different_gpus_and_throttle_reasons_of_older_drivers() -> N
 def test_a_node_with_recorded_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": nvidia_smi(ROWS, smi_xml({}, {}))})
     rows = list(check_nvidia_smi("0,1", 2, "13.0"))
-    assert {row.verdict for row in rows} == {OK}
-    assert rows[0].found == "driver 580, torch for CUDA 13.0"
+    assert {row.verdict for row in rows} == {OK} and rows[0].found == "driver 580, torch for CUDA 13.0"
     few = list(check_nvidia_smi("0", 2, "13.0"))
     assert any(row.verdict is STOPS and "1 GPUs are visible, and the plan needs 2" in row.found for row in few)
     old = list(check_nvidia_smi("0,1", 2, None))

@@ -52,8 +52,7 @@ def test_cores_the_hubs_cache_and_a_folder_that_cannot_be_written(tmp_path: Path
     assert found.verdict is WARNING and "100000 cores were requested" in found.found
     assert host.check_size(1).verdict is host.check_cache_readable(str(tmp_path)).verdict is OK
     assert host.check_cache_readable(str(tmp_path / "new")).verdict is NOT_CHECKED
-    assert host.check_writable(tmp_path).verdict is OK
-    assert host.check_writable(tmp_path / "missing").verdict is STOPS
+    assert host.check_writable(tmp_path).verdict is OK and host.check_writable(tmp_path / "missing").verdict is STOPS
 
 
 def test_a_scratch_folder_must_hold_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +92,7 @@ class Up:
 
 @pytest.mark.parametrize(("configured", "chosen", "up", "verdict"), [
     (None, "eth0", ["lo", "eth0"], OK), (None, "eth0", ["lo", "eth0", "ib0"], WARNING),
-    (None, "eth0", ["eth0", "hsn0"], WARNING), ("eth0", "eth0", ["eth0", "ib0"], OK),
-    (None, "ib0", ["ib0", "ib1"], OK),
+    (None, "eth0", ["eth0", "hsn0"], WARNING), ("eth0", "eth0", ["eth0", "ib0"], OK), (None, "ib0", ["ib0", "ib1"], OK),
 ])  # fmt: skip
 def test_a_faster_interface_that_is_not_used(
     monkeypatch: pytest.MonkeyPatch, configured: str | None, chosen: str, up: list[str], verdict: Verdict

@@ -52,8 +52,7 @@ def test_waiting_logs_each_state_once(caplog: pytest.LogCaptureFixture) -> None:
     states = iter([pending, pending, JobStatus(JobState.UNKNOWN), running, ended])
     with caplog.at_level("INFO"):
         end = job.wait_for_job("7", lambda _: next(states), poll_seconds=0)
-    assert end.name == "COMPLETED"
-    assert caplog.messages == ["Job 7 is pending (Priority)", "Job 7 is running c1"]
+    assert end.name == "COMPLETED" and caplog.messages == ["Job 7 is pending (Priority)", "Job 7 is running c1"]
 
 
 def test_long_check_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +98,6 @@ def test_a_node_without_a_report_stops(tmp_path: Path) -> None:
     folder.slurm.mkdir()
     (folder.slurm / "7_0_log.out").write_text("slurmstepd: error: *** STEP 7.0 CANCELLED DUE TO TIME LIMIT ***\n\n")
     reports, (missing,) = job.collect(REQUEST, folder, "7", JobStatus(JobState.ENDED, "TIMEOUT"), seconds=0)
-    assert reports == [report]
-    assert missing.verdict is Verdict.STOPS
+    assert reports == [report] and missing.verdict is Verdict.STOPS
     assert missing.found == "node 1 of job 7 left no report; the job ended as TIMEOUT"
     assert "DUE TO TIME LIMIT" in missing.advice

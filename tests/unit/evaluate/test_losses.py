@@ -21,17 +21,13 @@ SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Gemma2": {"final_logit_softcapping": 0.02},
-    "Gemma3Text:Gemma3": {"tie_word_embeddings": True},
-    "Cohere": {"logit_scale": 0.1},
-    "Granite": {"logits_scaling": 4.0},
-    "Mixtral": {"num_local_experts": 2, "output_router_logits": True},
-    "GPTNeoX": {},
+    "Llama": {}, "Gemma2": {"final_logit_softcapping": 0.02}, "Gemma3Text:Gemma3": {"tie_word_embeddings": True},
+    "Cohere": {"logit_scale": 0.1}, "Granite": {"logits_scaling": 4.0},
+    "Mixtral": {"num_local_experts": 2, "output_router_logits": True}, "GPTNeoX": {},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 16},
     "GPT2:GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "Bloom": {"n_layer": 2, "n_head": 2},
-}
+}  # fmt: skip
 
 
 def make_network(family: str = "Llama") -> Any:
@@ -127,8 +123,7 @@ def test_passes_are_bounded_by_their_tokens(tokens: int, ranks: int) -> None:
     sizes = [len(rows) * max(lengths[row] for row in rows) for rows in passes]
     assert all(size <= tokens or len(rows) == 1 for size, rows in zip(sizes, passes, strict=True))
     longest = [max(lengths[row] for row in rows) for rows in passes]
-    assert longest == sorted(longest, reverse=True)
-    assert max(map(len, passes)) <= math.ceil(6 / ranks)
+    assert longest == sorted(longest, reverse=True) and max(map(len, passes)) <= math.ceil(6 / ranks)
     if tokens == 1000:
         assert len(passes) == ranks, "few sequences are shared by all ranks"
 

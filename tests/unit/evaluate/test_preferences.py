@@ -29,8 +29,7 @@ LENGTH = 7
 
 def test_answers_alternate_and_are_cut_as_in_training() -> None:
     answers = Answers(PAIRS, LENGTH)
-    assert len(answers) == 6
-    assert answers.lengths() == [5, 7, 7, 3, 5, 6]
+    assert len(answers) == 6 and answers.lengths() == [5, 7, 7, 3, 5, 6]
     assert answers[2]["input_ids"].tolist() == [20, 21, 22, 23, 24, 25, 26]
     assert answers[3]["labels"].tolist() == [-100, -100, 28]
     completions = Answers([{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": [True]}], 4)
@@ -50,13 +49,10 @@ def make_reward_model() -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("measure", "make", "alone"),
-    [
-        (score_answers, make_network, log_probability),
-        (rate_answers, make_reward_model, lambda network, ids, _: network(input_ids=ids[None]).logits.item()),
-    ],
-)
+@pytest.mark.parametrize(("measure", "make", "alone"), [
+    (score_answers, make_network, log_probability),
+    (rate_answers, make_reward_model, lambda network, ids, _: network(input_ids=ids[None]).logits.item()),
+])  # fmt: skip
 def test_what_is_measured_is_that_of_each_answer_alone(ranks: int, measure: Any, make: Any, alone: Any) -> None:
     network, answers = make(), Answers(PAIRS, LENGTH)
     passes = plan_passes(answers.lengths(), 16, ranks)

@@ -20,6 +20,8 @@ from tests.finished_run import write_model
 from tests.unit.config.samples import RUN
 from tests.unit.fetch.test_chain import MERGED, make_runs
 
+Values = dict[str, Any]
+
 MODEL = sources.PinnedSource(name="org/base", path="/hub/base")
 
 
@@ -48,31 +50,20 @@ def test_rank_alpha_and_targets_are_the_adapters(tmp_path: Path) -> None:
     assert describe(run_of(tmp_path), RunDir(tmp_path), MODEL).targets == ["experts.down_proj"]
 
 
-@pytest.mark.parametrize(
-    ("values", "lora", "message"),
-    [
-        ({}, {"rank": 16}, r"lora.rank: 16 is not that of lora.adapter .*, 4. Remove lora.rank."),
-        ({}, {"targets": "all-linear"}, r"lora.targets: all-linear is not that of .*, \['q_proj', 'v_proj'\]"),
-        (
-            {"base_model_name_or_path": "org/other"},
-            {},
-            "another base model: org/other, not org/base.*write org/base as",
-        ),
-        ({"base_model_name_or_path": None}, {}, "another base model: None, not org/base"),
-        ({"use_rslora": True}, {}, "use_rslora: True has no key in the section lora.*name it as resume_from"),
-        ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern: "),
-        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: "),
-        ({"exclude_modules": ["k_proj"]}, {}, "exclude_modules: "),
-        ({"target_modules": ".*q_proj"}, {}, "target_modules: "),
-        ({"lora_alpha": 1.5}, {}, "lora_alpha: 1.5"),
-        ({"lora_alpha": 0}, {}, "lora_alpha: 0"),
-        ({"lora_alpha": 2_000_000}, {}, "lora_alpha: 2000000"),
-        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights pissa is not supported"),
-    ],
-)
-def test_another_base_model_or_other_settings_are_refused(
-    tmp_path: Path, values: dict[str, Any], lora: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("values", "lora", "message"), [
+    ({}, {"rank": 16}, r"lora.rank: 16 is not that of lora.adapter .*, 4. Remove lora.rank."),
+    ({}, {"targets": "all-linear"}, r"lora.targets: all-linear is not that of .*, \['q_proj', 'v_proj'\]"),
+    ({"base_model_name_or_path": "org/other"}, {}, "another base model: org/other, not org/base.*write org/base as"),
+    ({"base_model_name_or_path": None}, {}, "another base model: None, not org/base"),
+    ({"use_rslora": True}, {}, "use_rslora: True has no key in the section lora.*name it as resume_from"),
+    ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern: "),
+    ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: "),
+    ({"exclude_modules": ["k_proj"]}, {}, "exclude_modules: "),
+    ({"target_modules": ".*q_proj"}, {}, "target_modules: "), ({"lora_alpha": 1.5}, {}, "lora_alpha: 1.5"),
+    ({"lora_alpha": 0}, {}, "lora_alpha: 0"), ({"lora_alpha": 2_000_000}, {}, "lora_alpha: 2000000"),
+    ({"init_lora_weights": "pissa"}, {}, "init_lora_weights pissa is not supported"),
+])  # fmt: skip
+def test_another_base_or_other_settings_are_refused(tmp_path: Path, values: Values, lora: Values, message: str) -> None:
     with pytest.raises(ShardmakeError, match=message):
         describe(run_of(written(tmp_path, **values), **lora), RunDir(tmp_path), MODEL)
 
@@ -111,14 +102,12 @@ def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> 
     part = "embed_tokens.weight"
     with pytest.raises(ModelError, match=r"holds whole weights beside its matrices \(embed_tokens.weight\)"):
         fetch(run, following, "weights", merge)
-
     rank = 5
     with pytest.raises(ModelError, match=r"other values than planned: .*'rank': 5"):
         fetch(run, following, "weights", merge)
     rank, targets = 4, ["q_proj"]
     with pytest.raises(ModelError, match="other values than planned"):
         fetch(run, following, "weights", merge)
-
     other, chained = run.model_copy(update={"lora": Lora(adapter="run:next")}), RunDir(tmp_path / "runs/last")
     fetch(other, chained, "description", merge)
     assert sources.Sources.read(chained.sources).adapter == sources.PinnedAdapter(

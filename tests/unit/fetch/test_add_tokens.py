@@ -50,9 +50,7 @@ def save(folder: Path, config: Any, words: int = 64, dtype: torch.dtype = torch.
 
 
 @pytest.mark.parametrize("case", configs())
-def test_the_model_is_the_one_that_transformers_resizes(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_that_of_transformers_resize(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copied_base, "_FILE_SIZE", 5_000)
     base, out = tmp_path / "base", tmp_path / "out"
     kind = save(base, configs()[case])
@@ -63,8 +61,7 @@ def test_the_model_is_the_one_that_transformers_resizes(
     found, info = kind.from_pretrained(out, dtype="auto", output_loading_info=True)
     assert not any(info.values())
     theirs, ours = expected.state_dict(), found.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert ours.keys() == theirs.keys() and [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert weight_names(out) == weight_names(base) and len(shard_names(out)) > 1
     assert found.config.to_dict() == {**expected.config.to_dict(), "_name_or_path": str(out)}
     assert found.get_input_embeddings().weight.shape[0] == first + 2 and (out / "LICENSE").is_file()

@@ -19,11 +19,9 @@ CONFIG = {
 BASE = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "LICENSE": b"free", "README.md": b"# base"}
 WEIGHTS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
 MERGED = {
-    **BASE,
-    "config.json": json.dumps(CONFIG | {"dtype": "bfloat16", "eos_token_id": 3}).encode(),
-    "model.safetensors.index.json": json.dumps({"weight_map": {name: name for name in WEIGHTS}}).encode(),
-    **WEIGHTS,
-}
+    **BASE, "config.json": json.dumps(CONFIG | {"dtype": "bfloat16", "eos_token_id": 3}).encode(),
+    "model.safetensors.index.json": json.dumps({"weight_map": {name: name for name in WEIGHTS}}).encode(), **WEIGHTS,
+}  # fmt: skip
 del MERGED["README.md"]
 
 
@@ -56,7 +54,6 @@ def test_the_description_is_known_before_the_training(tmp_path: Path) -> None:
     assert sources.model.first.name == str(tmp_path / "base")
     assert {path.name: path.read_bytes() for path in following.base_model.iterdir()} == BASE
     assert localize(run, following).model == str(following.base_model)
-
     (tmp_path / "base/LICENSE").unlink()
     (tmp_path / "base/tokenizer.json").write_text("{} ")
     fetch(run, following, "description")
@@ -86,7 +83,6 @@ def test_verified_weights_are_linked_and_identify_the_model(tmp_path: Path) -> N
     assert not any(path.readlink().is_absolute() for path in links.values())
     assert links["model-00001-of-00002.safetensors"].read_bytes() == b"one"
     before = content_of_model(following)
-
     described = following.sources.read_bytes()
     single = {name: content for name, content in MERGED.items() if "model" not in name}
     write_model(chat, {**single, "model.safetensors": b"both"})

@@ -57,16 +57,12 @@ def mxfp4(weights: Tensors) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "quantized"),
-    [
-        ("deepseek_v3", FP8, lambda weights: fp8(weights, ".weight_scale_inv")),
-        ("deepseek_v3", FP8, lambda weights: fp8(weights, ".scale")),
-        ("qwen3_moe", FP8, lambda weights: fp8(weights, ".weight_scale_inv")),
-        ("gpt_oss", {"quant_method": "mxfp4"}, mxfp4),
-    ],
-    ids=["fp8", "fp8-scale", "fp8-experts", "mxfp4"],
-)
+@pytest.mark.parametrize(("family", "settings", "quantized"), [
+    ("deepseek_v3", FP8, lambda weights: fp8(weights, ".weight_scale_inv")),
+    ("deepseek_v3", FP8, lambda weights: fp8(weights, ".scale")),
+    ("qwen3_moe", FP8, lambda weights: fp8(weights, ".weight_scale_inv")),
+    ("gpt_oss", {"quant_method": "mxfp4"}, mxfp4),
+], ids=["fp8", "fp8-scale", "fp8-experts", "mxfp4"])  # fmt: skip
 def test_the_model_is_the_one_that_transformers_dequantizes(  # type: ignore[no-untyped-def]
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any], quantized
 ) -> None:
@@ -79,8 +75,7 @@ def test_the_model_is_the_one_that_transformers_dequantizes(  # type: ignore[no-
     found, info = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16, output_loading_info=True)
     assert not any(info.values())
     theirs, ours = expected.state_dict(), found.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert ours.keys() == theirs.keys() and [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert weight_names(out) == weights.keys() and len(shard_names(out)) > 1
     assert not hasattr(AutoConfig.from_pretrained(out), "quantization_config") and (out / "tokenizer.json").is_file()
 
@@ -105,9 +100,7 @@ REFUSED: list[tuple[dict[str, Any], Tensors, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "tensors", "sentence"), REFUSED, ids=[row[2][:12] for row in REFUSED])
-def test_what_cannot_be_dequantized_is_refused(
-    tmp_path: Path, settings: dict[str, Any], tensors: Tensors, sentence: str
-) -> None:
+def test_what_cannot_be_dequantized(tmp_path: Path, settings: dict[str, Any], tensors: Tensors, sentence: str) -> None:
     save(tmp_path / "base", "qwen3_moe", settings)
     save_file(tensors or {"a": torch.ones(1)}, tmp_path / "base/model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=sentence):

@@ -92,12 +92,10 @@ def hub(folder: Path) -> Iterator[FakeHub]:
 def ask(hub: FakeHub, folder: Path, *questions: tuple[str, tuple[str, ...], dict[str, str]]) -> list[Any]:
     """Return what a fresh process finds for each name, splits and settings."""
     done = subprocess.run(
-        [sys.executable, "-c", READ, json.dumps(questions), tempfile.mkdtemp(dir=folder)],
-        cwd=folder,
+        [sys.executable, "-c", READ, json.dumps(questions), tempfile.mkdtemp(dir=folder)], cwd=folder,
         env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "PYTHONPATH": PACKAGE},
-        capture_output=True,
-        text=True,
-    )
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

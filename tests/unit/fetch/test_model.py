@@ -16,16 +16,17 @@ from shardmake.run.sources import Sources, content_of_model, localize, read_sour
 from tests.finished_run import make_run
 from tests.hub import READER, STRANGER, FakeHub
 
+Patch = pytest.MonkeyPatch
+
 SHARDS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 300_000 for n in (1, 2)}
 FILES = {
     "config.json": b"{}", "tokenizer.json": b"{}", "README.md": b"---\nlicense: mit\n---\n",
-    "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
-    **SHARDS,
+    "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(), **SHARDS,
 }  # fmt: skip
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path: Path, monkeypatch: Patch) -> Iterator[FakeHub]:
     with FakeHub(tmp_path / "hub") as server:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0, 0.0))
@@ -48,15 +49,14 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
     commit = hub.add("lab/base", FILES)
     sources = fetch(RUN, rundir)
     assert (sources.model.name, sources.model.commit) == ("lab/base", commit)
-    assert read_folder(Path(sources.model.path)) == sources.model.files
-    assert sources.model.files.keys() == FILES.keys()
+    assert read_folder(Path(sources.model.path)) == sources.model.files and sources.model.files.keys() == FILES.keys()
     assert [(one.path, one.commit) for one in sources.train] == [("train.jsonl", None)]
     assert Sources.read(rundir.sources) == sources
 
 
 @pytest.mark.parametrize("address", ["http://hub.invalid", "http://127.0.0.1:9"])
 def test_without_a_network_the_message_says_what_to_do_after_one_retry(
-    hub: FakeHub, rundir: RunDir, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: FakeHub, rundir: RunDir, address: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 1e6))
     monkeypatch.setenv("HF_ENDPOINT", address)
@@ -87,7 +87,7 @@ def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir, caplog: pytest.Lo
     assert fetch(RUN, rundir) == described and not hub.requests
 
 
-def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     hub.add("lab/base", FILES)
     fetch(RUN, rundir, part="description")
     monkeypatch.setattr("shardmake.core.disk.free_space", lambda _: FreeSpace(1000, "your quota on /home"))
@@ -96,7 +96,7 @@ def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, mon
     assert not hub.asked("resolve.*safetensors$")
 
 
-def test_a_download_goes_on_where_it_broke_off(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_goes_on_where_it_broke_off(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     hub.add("lab/base", FILES)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50_000)
     hub.cut("GET .*model-00001")
@@ -129,8 +129,7 @@ def test_a_branch_that_moves_does_not_move_the_run(hub: FakeHub, rundir: RunDir)
     fetch(RUN, rundir)
     newest = hub.add("lab/base", {**FILES, "config.json": b'{"new": 1}'})
     hub.requests.clear()
-    assert fetch(RUN, rundir).model.commit == first
-    assert not hub.requests
+    assert fetch(RUN, rundir).model.commit == first and not hub.requests
     assert fetch(RUN.model_copy(update={"revision": "main"}), rundir).model.commit == newest
     assert fetch(RUN.model_copy(update={"revision": first}), rundir).model.commit == first
 
@@ -151,8 +150,7 @@ def test_a_fetch_that_failed_leaves_no_receipt(hub: FakeHub, rundir: RunDir, los
     hub.fail(f"GET /lab/base/resolve/.*{lost}", times=99, status=404)
     with pytest.raises(ShardmakeError, match="Fetching lab/base failed"):
         fetch(RUN, rundir)
-    assert (read_sources(rundir) is None) == (lost == "README.md")
-    assert not rundir.weights_receipt.exists()
+    assert (read_sources(rundir) is None) == (lost == "README.md") and not rundir.weights_receipt.exists()
 
 
 def test_a_damaged_file_in_the_cache_is_replaced(hub: FakeHub, rundir: RunDir) -> None:
@@ -164,12 +162,11 @@ def test_a_damaged_file_in_the_cache_is_replaced(hub: FakeHub, rundir: RunDir) -
     assert path.read_bytes() == b"{}"
 
 
-@pytest.mark.parametrize(
-    ("token", "advice"),
-    [(None, r"Log in with `hf auth login` .*accept it there"), (STRANGER, r"Accept it at http://.*/lab/base")],
-)
+@pytest.mark.parametrize(("token", "advice"), [
+    (None, r"Log in with `hf auth login` .*accept it there"), (STRANGER, r"Accept it at http://.*/lab/base"),
+])  # fmt: skip
 def test_a_gated_model_says_where_to_accept_its_licence(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str | None, advice: str
+    hub: FakeHub, rundir: RunDir, monkeypatch: Patch, tmp_path: Path, token: str | None, advice: str
 ) -> None:
     hub.add("lab/base", FILES, gated=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
@@ -186,14 +183,13 @@ def test_a_misspelt_model(hub: FakeHub, rundir: RunDir) -> None:
         fetch(RUN, rundir)
 
 
-def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     hub.add("lab/base", FILES)
     online = fetch(RUN, rundir)
     rundir.sources.unlink()
     hub.requests.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert fetch(RUN, rundir) == online
-    assert not hub.requests
+    assert fetch(RUN, rundir) == online and not hub.requests
     with pytest.raises(ShardmakeError, match=r"lab/other is not in the local cache, and HF_HUB_OFFLINE"):
         fetch(make_run(model="lab/other", data={"train": "train.jsonl"}), rundir)
 
@@ -210,24 +206,19 @@ def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
             check_model_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("there", "chosen"),
-    [
-        (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], ["model.safetensors"]),
-        (["pytorch_model-1.bin", "training_args.bin", "config.json"], ["config.json", "pytorch_model-1.bin"]),
-        (["consolidated.safetensors", "model-1.safetensors"], ["model-1.safetensors"]),
-        (["model.safetensors", "onnx/model.safetensors", "original/params.json"], ["model.safetensors"]),
-        (["LICENSE", "tokenizer.model", "chat_template.jinja", "image.png"],
-         ["LICENSE", "chat_template.jinja", "tokenizer.model"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("there", "chosen"), [
+    (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], ["model.safetensors"]),
+    (["pytorch_model-1.bin", "training_args.bin", "config.json"], ["config.json", "pytorch_model-1.bin"]),
+    (["consolidated.safetensors", "model-1.safetensors"], ["model-1.safetensors"]),
+    (["model.safetensors", "onnx/model.safetensors", "original/params.json"], ["model.safetensors"]),
+    (["LICENSE", "tokenizer.model", "chat_template.jinja", "image.png"],
+     ["LICENSE", "chat_template.jinja", "tokenizer.model"]),
+])  # fmt: skip
 def test_only_what_loading_needs_is_fetched(there: list[str], chosen: list[str]) -> None:
     assert choose_files(there) == chosen
 
 
-def test_weights_of_a_folder_are_read_once_for_all_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_folders_are_read_once(tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "shardmake")
     base, run = tmp_path / "base", make_run(model="base", data={"train": "train.jsonl"})

@@ -47,12 +47,10 @@ def test_config_and_data_come_first_and_the_weights_after_the_plan(bucket: Any, 
     local = localize(RUN, rundir)
     assert Path(str(local.data.eval), "a.jsonl").read_bytes() == ROWS
     assert sorted(path.name for path in Path(str(local.data.train)).iterdir()) == ["a.jsonl", "b.jsonl"]
-
     raw = RUN.model_copy(update={"script": "train.py", "data": RUN.data.model_copy(update={"format": "raw"})})
     found = fetch(raw, rundir.sibling("raw"), "description")
     assert [sorted(source.files) for source in found.train] == [["README.md", "a.jsonl", "b.jsonl"]]
     assert [list(source.files) for source in found.eval] == [["a.jsonl"]]
-
     fetch(RUN, rundir, "weights")
     assert (Path(local.model) / "model.safetensors").read_bytes() == b"weights"
     assert all(len(record.sha256) == 64 for record in WeightsReceipt.read(rundir.weights_receipt).files.values())
@@ -62,8 +60,7 @@ def test_a_fetched_run_keeps_its_files_when_the_store_changes(bucket: Any, rundi
     first = fetch(RUN, rundir)
     bucket.put_object(Key="talk/a.jsonl", Body=ROWS * 2)
     bucket.put_object(Key="base/model.safetensors", Body=b"others!")
-    assert fetch(RUN, rundir) == first
-    assert (Path(first.model.path) / "model.safetensors").read_bytes() == b"weights"
+    assert fetch(RUN, rundir) == first and (Path(first.model.path) / "model.safetensors").read_bytes() == b"weights"
     rundir.sources.unlink()
     second = fetch(RUN, rundir)
     assert (Path(second.model.path) / "model.safetensors").read_bytes() == b"others!"
@@ -113,14 +110,11 @@ def test_any_file_system_of_fsspec_serves(bucket: Any, rundir: RunDir) -> None:
     assert json.loads((Path(source.path) / "rows.jsonl").read_text().splitlines()[1]) == {"text": "two"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": "s4://lab/base"}, r"^runs\.chat\.model: s4://lab/base cannot be fetched: fsspec does not know the"),
-        ({"data": {"train": "https://me:word@host/x.jsonl"}}, r"data\.train: https://host/x\.jsonl is written with a"),
-        ({"model": "s3://lab/base", "revision": "main"}, r"runs\.chat\.revision: a URL has no revisions"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"model": "s4://lab/base"}, r"^runs\.chat\.model: s4://lab/base cannot be fetched: fsspec does not know the"),
+    ({"data": {"train": "https://me:word@host/x.jsonl"}}, r"data\.train: https://host/x\.jsonl is written with a"),
+    ({"model": "s3://lab/base", "revision": "main"}, r"runs\.chat\.revision: a URL has no revisions"),
+])  # fmt: skip
 def test_urls_that_cannot_work_are_refused_with_the_configuration(changes: dict[str, Any], words: str) -> None:
     run = make_run(**{"model": "s3://lab/base", "data": {"train": "s3://lab/talk"}} | changes)
     with pytest.raises(ShardmakeError, match=words):

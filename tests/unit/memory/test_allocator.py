@@ -32,9 +32,7 @@ def test_blocks_are_those_of_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize(("second", "limit", "reserved"), [((64, 1), None, 128), ((80, 0), 100, 80)])
-def test_streams_do_not_share_and_free_segments_are_released_at_the_limit(
-    second: tuple[int, int], limit: int | None, reserved: int
-) -> None:
+def test_streams_do_not_share_and_the_limit_releases(second: tuple[int, int], limit: int | None, reserved: int) -> None:
     allocator = CachingAllocator(limit=limit and limit * MIB)
     allocator.alloc(0, 64 * MIB, stream=0)
     allocator.free(0)

@@ -10,15 +10,10 @@ from shardmake.memory.calibration import fit
 
 
 @given(
-    st.integers(0, GIB),
-    st.one_of(st.none(), st.integers(0, GIB)),
-    st.integers(0, GIB),
-    st.integers(0, GIB),
+    st.integers(0, GIB), st.one_of(st.none(), st.integers(0, GIB)), st.integers(0, GIB), st.integers(0, GIB),
     st.lists(st.integers(GIB, 8 * GIB), min_size=2, max_size=4),
-)
-def test_fit_recovers_context_nccl_and_pools(
-    context: int, nccl: int | None, pools: int, occupied: int, sizes: list[int]
-) -> None:
+)  # fmt: skip
+def test_a_fit_recovers_its_parts(context: int, nccl: int | None, pools: int, occupied: int, sizes: list[int]) -> None:
     rest = context + (nccl or 0) + occupied
     observations = [(size + pools, size + pools + rest, size) for size in sizes]
     found = fit(observations, nccl, occupied, "a GPU", "node7", "today")

@@ -33,13 +33,10 @@ def scenario(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
 
 AUTOCAST = {"strategy": "ddp"}
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "": {},
-    " with checkpointing": {"checkpointing": True},
-    " under autocast": AUTOCAST,
-    " masked": {"attention": "sdpa", "masked": True},
-    " eager": {"attention": "eager"},
+    "": {}, " with checkpointing": {"checkpointing": True}, " under autocast": AUTOCAST,
+    " masked": {"attention": "sdpa", "masked": True}, " eager": {"attention": "eager"},
     " lora with checkpointing": {"method": "lora", "checkpointing": True},
-}
+}  # fmt: skip
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128}
 _GEMMA4: dict[str, Any] = {
     "head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
@@ -95,39 +92,31 @@ _UNLIKE: dict[str, dict[str, Any]] = {
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "checkpointing": {"checkpointing": True},
-    "autocast": AUTOCAST,
-    "masked": {"attention": "sdpa", "masked": True},
-    "fp32": {"precision": "fp32"},
+    "bf16": {}, "checkpointing": {"checkpointing": True}, "autocast": AUTOCAST,
+    "masked": {"attention": "sdpa", "masked": True}, "fp32": {"precision": "fp32"},
     "lora with checkpointing": {"method": "lora", "checkpointing": True},
-    "lora under autocast": {"method": "lora", "strategy": "ddp"},
-    "qlora": {"method": "qlora", "strategy": "ddp"},
+    "lora under autocast": {"method": "lora", "strategy": "ddp"}, "qlora": {"method": "qlora", "strategy": "ddp"},
     "qlora under ZeRO with checkpointing": {"method": "qlora", "checkpointing": True},
-}
+}  # fmt: skip
 CASES: dict[str, Scenario] = {name: scenario(**setting) for name, setting in SETTINGS.items()}
 CASES |= {
-    "eager": scenario(attention="eager"),
-    "eager under autocast": scenario(attention="eager", **AUTOCAST),
+    "eager": scenario(attention="eager"), "eager under autocast": scenario(attention="eager", **AUTOCAST),
     "eager with checkpointing": scenario(attention="eager", checkpointing=True, sequence_length=1024, micro_batch=1),
-    "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
-    "lora": scenario(method="lora"),
+    "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST), "lora": scenario(method="lora"),
     "qlora with checkpointing": scenario(method="qlora", checkpointing=True, **AUTOCAST),
     "qlora under ZeRO": scenario(method="qlora"),
     "qlora of a script": scenario(method="qlora", has_script=True, **AUTOCAST),
     "lora with dropout": scenario(method="lora", lora_dropout=0.1, **AUTOCAST),
     "lora on q and v": scenario(method="lora", lora_targets=("q_proj", "v_proj")),
     "lora with checkpointing": scenario(method="lora", checkpointing=True, **AUTOCAST),
-    "qwen3": scenario({"model_type": "qwen3", "head_dim": 64}),
-    "qwen2": scenario({"model_type": "qwen2"}),
-    "mistral": scenario({"model_type": "mistral"}),
-    "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
+    "qwen3": scenario({"model_type": "qwen3", "head_dim": 64}), "qwen2": scenario({"model_type": "qwen2"}),
+    "mistral": scenario({"model_type": "mistral"}), "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "youtu eager with one sequence": scenario(_YOUTU, attention="eager", micro_batch=1),
     "youtu qlora": scenario(_YOUTU, method="qlora", strategy="ddp"),
     "youtu lora on the narrow rows": scenario(_YOUTU, method="lora", lora_targets=("q_a_proj", "kv_a_proj_with_mqa")),
     "deepseek_v3 with the chunked loss": scenario({"model_type": "deepseek_v3", **_LATENT, **_EXPERTS}, loss="chunked"),
     "tied": scenario({"tie_word_embeddings": True}),
-}
+}  # fmt: skip
 CASES |= {
     "qwen3_5 in fp32": scenario({"model_type": "qwen3_5_text", **_HYBRID}, precision="fp32"),
     "qwen3_5 in 4 bits": scenario({"model_type": "qwen3_5_text", **_HYBRID}, method="qlora", **AUTOCAST),

@@ -20,8 +20,7 @@ from tools.gpu_page import RESULTS
 
 def test_the_peak_is_a_maximum_over_phases_not_a_sum() -> None:
     figures = gpu_memory(scenario(sequence_length=8192), BUCKETS)
-    assert figures.phase == "cross entropy"
-    assert "fp32 gradients" not in figures.terms
+    assert figures.phase == "cross entropy" and "fp32 gradients" not in figures.terms
 
 
 def test_cross_entropy_is_twelve_bytes_a_logit() -> None:
@@ -64,13 +63,9 @@ SMALL_BUCKETS = Buckets(1 << 16, 1 << 15, 2560)
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from([s for s in STRATEGIES if s != "fsdp-hybrid"]),
-    st.sampled_from(["full", "lora"]),
-    st.integers(1, 3),
-    st.sampled_from([128, 512]),
-    st.integers(2, 8),
-    st.booleans(),
-)
+    st.sampled_from([s for s in STRATEGIES if s != "fsdp-hybrid"]), st.sampled_from(["full", "lora"]),
+    st.integers(1, 3), st.sampled_from([128, 512]), st.integers(2, 8), st.booleans(),
+)  # fmt: skip
 def test_more_work_never_takes_less_and_more_ranks_never_more(
     strategy: str, method: str, batch: int, length: int, ranks: int, checkpointing: bool
 ) -> None:
@@ -79,8 +74,7 @@ def test_more_work_never_takes_less_and_more_ranks_never_more(
         checkpointing=checkpointing,
     )  # fmt: skip
     here = gpu_memory(case, SMALL_BUCKETS)
-    assert min(here.terms.values()) > 0
-    assert sum(here.terms.values()) == here.allocated <= here.reserved <= here.device
+    assert min(here.terms.values()) > 0 and sum(here.terms.values()) == here.allocated <= here.reserved <= here.device
     for more in (replace(case, micro_batch=batch + 1), replace(case, sequence_length=2 * length)):
         assert gpu_memory(more, SMALL_BUCKETS).allocated >= here.allocated
     assert gpu_memory(replace(case, ranks_per_node=2 * ranks), SMALL_BUCKETS).allocated <= here.allocated
@@ -104,8 +98,7 @@ def test_reserved_stays_within_the_gpu_if_the_tensors_fit() -> None:
     outside = free.device - free.reserved
     capacity = (free.allocated + free.reserved) // 2 + outside
     pressed = gpu_memory(case, BUCKETS, capacity=capacity)
-    assert pressed.allocated == free.allocated
-    assert pressed.wanted == free.reserved > pressed.reserved
+    assert pressed.allocated == free.allocated and pressed.wanted == free.reserved > pressed.reserved
     assert pressed.device <= capacity
 
 
@@ -123,17 +116,11 @@ LLAMA_1B = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hid
 SMALL_BUCKETS = Buckets(reduce_bucket_size=2048**2, stage3_prefetch_bucket_size=int(0.9 * 2048**2))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "gradients", "reserved", "device", "tolerance"),
-    [
-        ("ddp", None, 38_287_704_064, 37_829, 0.03),
-        ("zero1", None, 36_964_401_152, 36_955, 0.07),
-        ("zero2", "fp32", 37_994_102_784, 37_937, 0.03),
-        ("zero3", "fp32", 38_767_951_872, 38_287, 0.03),
-        ("fsdp", "fp32", 36_146_511_872, 35_787, 0.03),
-        ("fsdp-offload", "fp32", 16_391_340_032, 16_965, 0.03),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "gradients", "reserved", "device", "tolerance"), [
+    ("ddp", None, 38_287_704_064, 37_829, 0.03), ("zero1", None, 36_964_401_152, 36_955, 0.07),
+    ("zero2", "fp32", 37_994_102_784, 37_937, 0.03), ("zero3", "fp32", 38_767_951_872, 38_287, 0.03),
+    ("fsdp", "fp32", 36_146_511_872, 35_787, 0.03), ("fsdp-offload", "fp32", 16_391_340_032, 16_965, 0.03),
+])  # fmt: skip
 def test_a_single_h100_held_what_is_estimated(
     strategy: str, gradients: str | None, reserved: int, device: int, tolerance: float
 ) -> None:

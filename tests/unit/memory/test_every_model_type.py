@@ -24,9 +24,7 @@ KEPT = 2
 
 
 @pytest.mark.parametrize("kind", CONFIG_MAPPING_NAMES)
-def test_every_model_type_is_estimated_or_refused(
-    kind: str, tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_estimated_or_refused(kind: str, tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "run_helper", in_this_process)
     monkeypatch.setattr(trace, "run_helper", in_this_process)

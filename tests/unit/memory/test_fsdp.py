@@ -36,5 +36,4 @@ def test_the_optimizer_has_two_moments_of_each_tensor_in_torchs_order() -> None:
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(6)))
     moments = [optimizer.state[p][name] for p in parameters for name in optimizer.state[p] if name != "step"]
     ours = [size for _, size, _ in timeline.events[before:]]
-    assert ours[: len(moments)] == [4 * moment.numel() for moment in moments]
-    assert sum(ours) == 8 * P
+    assert ours[: len(moments)] == [4 * moment.numel() for moment in moments] and sum(ours) == 8 * P

@@ -34,15 +34,11 @@ SIZES = {
 }  # fmt: skip
 """More layers than are traced of a model whose layers are alike, and tensors that are large beside a segment."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 128},
-    "gemma": {"head_dim": 128},
-    "granite": {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True},
+    "llama": {}, "mistral": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 128},
+    "gemma": {"head_dim": 128}, "granite": {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"]},
-}
+}  # fmt: skip
 STRATEGIES = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload")
 METHODS = ("full", "lora", "qlora")
 TARGETS = {("mixtral", "qlora"): ("q_proj", "v_proj")}
@@ -113,9 +109,7 @@ def whole_step(tracer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("cell", _cells())
-def test_the_plan_has_the_memory_of_a_trace_of_the_whole_step(
-    cell: Cell, whole_step: Callable[[Scenario], StepEvents]
-) -> None:
+def test_the_plan_has_the_memory_of_the_whole_trace(cell: Cell, whole_step: Callable[[Scenario], StepEvents]) -> None:
     case = _scenario(cell)
     planned, traced = (simulate(case, BUCKETS, events) for events in (events_of(case), whole_step(case)))
     scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case))

@@ -109,9 +109,7 @@ def largest_four() -> int:
 @pytest.mark.parametrize(
     ("strategy", "method", "held"), [("ddp", "full", 4), ("ddp", "lora", 2), ("zero2", "full", 2), ("zero2", "lora", 2)]
 )
-def test_weights_that_go_to_the_gpu_are_on_the_host_while_they_are_converted(
-    strategy: str, method: str, held: int
-) -> None:
+def test_weights_for_the_gpu_are_on_the_host_while_they_are_converted(strategy: str, method: str, held: int) -> None:
     """Embedding and head are the largest tensors; transformers reads four at a time, on each of eight ranks."""
     case = scenario(strategy=strategy, method=method)
     before = host.host_terms(case, SMALL_GROUPS)["loading"]

@@ -89,8 +89,7 @@ def test_families_match_what_transformers_builds(variant: dict, classifier: bool
     )
     for field in ("architecture", "tied", "buffer_bytes", "hidden_size", "vocab_size"):
         assert getattr(written, field) == built[field], field
-    assert list(written.block_classes) == built["block_classes"]
-    assert (written.key != causal.key) is classifier
+    assert list(written.block_classes) == built["block_classes"] and (written.key != causal.key) is classifier
 
 
 def test_published_sizes() -> None:
@@ -103,26 +102,22 @@ def test_published_sizes() -> None:
     assert from_config({**deepseek, "hidden_size": 7168, "intermediate_size": 18432}).parameters == 671_026_404_352
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"mlp_layer_types": ["sparse", "dense"]}, {"mlp_layer_types": ["dense"]}, {"mlp_layer_types": 1}, {"output_router_logits": True},
-        {"n_shared_experts": 0}, {"v_head_dim": "10"}, {"model_type": "dots1", "sliding_window": 64},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("more", [
+    {"mlp_layer_types": ["sparse", "dense"]}, {"mlp_layer_types": ["dense"]}, {"mlp_layer_types": 1},
+    {"output_router_logits": True}, {"n_shared_experts": 0}, {"v_head_dim": "10"},
+    {"model_type": "dots1", "sliding_window": 64},
+], ids=str)  # fmt: skip
 def test_a_model_that_its_family_does_not_describe_is_traced(more: dict) -> None:
     config = {**SIZES, **LATENT, "model_type": "glm4_moe_lite", **more}
     family = family_of(config)
     assert family is None or not gives_sizes(family, config)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"hidden_size_per_layer_input": None}, {"num_kv_shared_layers": 1}, {"enable_moe_block": True},
-     {"use_bidirectional_attention": "all"}, {"sliding_window_pattern": 2}, {"per_layer_config": {"0": {"head_dim": 8}}}, {"global_head_dim": 0}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"hidden_size_per_layer_input": None}, {"num_kv_shared_layers": 1}, {"enable_moe_block": True},
+    {"use_bidirectional_attention": "all"}, {"sliding_window_pattern": 2}, {"per_layer_config": {"0": {"head_dim": 8}}},
+    {"global_head_dim": 0},
+], ids=str)  # fmt: skip
 def test_a_gemma4_of_another_kind_is_built(change: dict) -> None:
     config = {**SIZES, "model_type": "gemma4_text", "use_bidirectional_attention": "vision", **NO_INPUTS}
     written, other = (family_of(one) for one in (config, {**config, **change}))
@@ -133,15 +128,12 @@ def test_of_a_hybrid_some_layers_attend_to_all_tokens() -> None:
     """Defaults and the sizes below are those of Qwen3-Next-80B-A3B."""
     sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "vocab_size": 151_936}
     model = from_config({"model_type": "qwen3_next", **sizes})
-    assert model.parameters == 79_674_391_296
-    assert model.attention_width == 12 * 16 * 256
+    assert model.parameters == 79_674_391_296 and model.attention_width == 12 * 16 * 256
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"output_router_logits": True}, {"layer_types": ["other"]}],
-    ids=str,
-)
+@pytest.mark.parametrize("values", [
+    {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"output_router_logits": True}, {"layer_types": ["other"]},
+], ids=str)  # fmt: skip
 def test_what_a_record_does_not_describe_is_traced(values: dict) -> None:
     config = {**SIZES, "model_type": "qwen3_next"}
     assert family_of(config) is not None and family_of({**config, **values}) is None
@@ -168,15 +160,10 @@ def test_adapters_match_peft() -> None:
 NAMES = [*(f"model.layers.{n}.{part}.weight" for n in (0, 1, 10) for part in ("mlp.up", "norm")), "lm_head.weight"]
 
 
-@pytest.mark.parametrize(
-    ("patterns", "trained"),
-    [
-        ([], NAMES),
-        (["model.layers.1"], [*NAMES[:2], *NAMES[4:]]),
-        (["*.mlp", "lm_head.weight"], NAMES[1:-1:2]),
-        (["*", "!*.norm", "model.layers.10"], [NAMES[1], NAMES[3]]),
-    ],
-)
+@pytest.mark.parametrize(("patterns", "trained"), [
+    ([], NAMES), (["model.layers.1"], [*NAMES[:2], *NAMES[4:]]), (["*.mlp", "lm_head.weight"], NAMES[1:-1:2]),
+    (["*", "!*.norm", "model.layers.10"], [NAMES[1], NAMES[3]]),
+])  # fmt: skip
 def test_patterns_freeze_parameters_and_modules(patterns: list[str], trained: list[str]) -> None:
     assert sorted(trained) == sorted({*NAMES} - find_frozen(NAMES, patterns))
 
@@ -202,14 +189,11 @@ def test_the_last_pattern_that_names_a_weight_gives_its_rate() -> None:
         count_rates(model, whole, {"model.layers.0": 1e-3})
 
 
-@pytest.mark.parametrize(
-    ("patterns", "words"),
-    [
-        (["mlp"], "Weights of learning_rates not found: 'mlp'"),
-        (["lm_head.weight", "lm_head"], r"patterns after 'lm_head\.weight' name all its weights"),
-        (["model", "lm_head"], "names every trained weight"),
-    ],
-)
+@pytest.mark.parametrize(("patterns", "words"), [
+    (["mlp"], "Weights of learning_rates not found: 'mlp'"),
+    (["lm_head.weight", "lm_head"], r"patterns after 'lm_head\.weight' name all its weights"),
+    (["model", "lm_head"], "names every trained weight"),
+])  # fmt: skip
 def test_patterns_that_give_no_or_every_weight_a_rate_are_refused(patterns: list[str], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         find_rates(NAMES, dict.fromkeys(patterns, 1e-3))
@@ -234,8 +218,7 @@ def test_experts_and_routers_get_the_adapters_of_peft() -> None:
     shapes = {tensor.name: tensor.shape for tensor in split(model, "lora", 8).adapters if tensor.block == 1}
     prefix = "model.layers.1.mlp"
     assert shapes[f"{prefix}.experts.base_layer.lora_A.weight"] == (2 * 8 * 4, 64)
-    assert shapes[f"{prefix}.experts.lora_B.weight"] == (64, 8 * 4)
-    assert f"{prefix}.gate.lora_A.weight" in shapes
+    assert shapes[f"{prefix}.experts.lora_B.weight"] == (64, 8 * 4) and f"{prefix}.gate.lora_A.weight" in shapes
     named = split(model, "lora", 8, ["q_proj", "experts.down_proj"]).adapters
     assert {t.name.rpartition(".lora")[0] for t in named if t.block == 1} == {
         "model.layers.1.self_attn.q_proj", f"{prefix}.experts",

@@ -26,7 +26,6 @@ def test_the_table_agrees_with_steps(name: str) -> None:
 def test_steps_decide_where_another_optimizer_trains() -> None:
     spec = optimizer_spec("rmsprop")
     assert (spec.class_name, spec.state_bytes) == ("RMSprop", 4.0)
-    assert not (spec.fails or spec.fails_flat or spec.fails_sharded)
-    assert "lomo_optim" in optimizer_spec("lomo").fails
+    assert not (spec.fails or spec.fails_flat or spec.fails_sharded) and "lomo_optim" in optimizer_spec("lomo").fails
     early = answer({"optim": "adagrad"})  # it makes its states when it is created, of weights that an engine replaces
     assert "KeyError" in early["fails_flat"] and "KeyError" in early["fails_sharded"]

@@ -19,6 +19,8 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import from_config
 
+Patch = pytest.MonkeyPatch
+
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 512,
@@ -26,15 +28,11 @@ CONFIG = {
 FOUND = Calibration(GIB // 2, 2 * GIB, GIB // 4, "a GPU", "node7", "2026-01-31")
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [(None, "no nvidia-smi. Run it on a compute node"), ("exec sleep 60", "nvidia-smi does not answer"),
-     ("exit 6", "nvidia-smi fails or finds none")],
-    ids=["none", "hangs", "fails"],
-)  # fmt: skip
-def test_a_machine_without_a_gpu_is_rejected_with_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
-) -> None:
+@pytest.mark.parametrize(("script", "words"), [
+    (None, "no nvidia-smi. Run it on a compute node"), ("exec sleep 60", "nvidia-smi does not answer"),
+    ("exit 6", "nvidia-smi fails or finds none"),
+], ids=["none", "hangs", "fails"])  # fmt: skip
+def test_a_machine_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: Patch, script: str | None, words: str) -> None:
     if script:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
@@ -49,9 +47,7 @@ def test_other_architectures_are_rejected() -> None:
         probe(replace(from_config(CONFIG), model_type="gpt2", decoder=None))
 
 
-def test_the_estimate_uses_and_reports_the_calibration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_estimate_uses_and_names_it(tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     question = EstimateRequest(str(tmp_path / "config.json"), accelerator="h100", strategies=["ddp", "fsdp"])
@@ -61,8 +57,7 @@ def test_the_estimate_uses_and_reports_the_calibration(
     outside = [row.memory.gpu.device - row.memory.gpu.reserved for row in after.rows]
     assert outside == [FOUND.context + 2 * GIB, FOUND.context + 2 * GIB + FOUND.pools] * 2
     assert [row.memory.gpu.reserved for row in before.rows] == [row.memory.gpu.reserved for row in after.rows]
-    assert after.as_json()["calibration"]["host"] == "node7"
-    assert before.as_json()["calibration"] is None
+    assert after.as_json()["calibration"]["host"] == "node7" and before.as_json()["calibration"] is None
     print_table(after)
     assert "as measured on node7" in " ".join(capsys.readouterr().out.split())
     other = estimate(EstimateRequest(str(tmp_path / "config.json"), accelerator="a100-80gb", strategies=["ddp"]))

@@ -13,17 +13,15 @@ from tests.unit.memory.test_parameter_inventory import SIZES
 LLAMA = {"model_type": "llama", **SIZES}
 PEFT = r"^Not a base model: .* holds {} adapters; .*Name their base model\.$"
 UNREADABLE = {
-    "empty": ("config.json", "{}", "no model_type"),
-    "deep": ("config.json", "[" * 5000, "is not valid JSON"),
-    "long": ("config.json", "1" * 5000, "is not valid JSON"),
-    "open": ("config.json", "{", "is not valid JSON"),
+    "empty": ("config.json", "{}", "no model_type"), "deep": ("config.json", "[" * 5000, "is not valid JSON"),
+    "long": ("config.json", "1" * 5000, "is not valid JSON"), "open": ("config.json", "{", "is not valid JSON"),
     "surrogate": ("config.json", "\ud800", "is not valid JSON"),
     "17 MiB": ("config.json", " " * (17 << 20), "is larger than 16 MiB. A config.json is not."),
     "no sizes": ("config.json", '{"model_type": "gpt2", "n_embd": 64}', "num_layers or .* is missing"),
     "other adapters": ("adapter_config.json", '{"peft_type": "IA3"}', PEFT.format("IA3")),
     "open adapters": ("adapter_config.json", "{", PEFT.format("PEFT")),
     "a list of adapters": ("adapter_config.json", "[]", PEFT.format("PEFT")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
@@ -43,16 +41,11 @@ ROTARY = [
     ({"rope_parameters": {"full_attention": {"rope_theta": True}}}, "rope_theta is True"),
 ]
 BAD = [
-    ({"hidden_size": 0}, "hidden_size is 0"),
-    ({"vocab_size": -5}, "vocab_size is -5"),
-    ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is"),
-    ({"model_type": ["llama"]}, "has no model_type"),
-    ({"hidden_size": [64]}, r"hidden_size is \[64\]"),
-    ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
-    ({"head_dim": "x"}, "head_dim is 'x'"),
-    ({"hidden_size": 10**15}, "from 1 to 2,147,483,647"),
-    ({"num_hidden_layers": 10**7}, "from 1 to 10,000"),
+    ({"hidden_size": 0}, "hidden_size is 0"), ({"vocab_size": -5}, "vocab_size is -5"),
+    ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is"), ({"model_type": ["llama"]}, "has no model_type"),
+    ({"hidden_size": [64]}, r"hidden_size is \[64\]"), ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads is 0"), ({"head_dim": "x"}, "head_dim is 'x'"),
+    ({"hidden_size": 10**15}, "from 1 to 2,147,483,647"), ({"num_hidden_layers": 10**7}, "from 1 to 10,000"),
     ({"max_position_embeddings": float("nan")}, "max_position_embeddings is nan"),
     ({"sliding_window": "abc"}, "sliding_window is 'abc'. It must be a whole number"),
     ({"sliding_window": True}, "sliding_window is True"),
@@ -70,13 +63,10 @@ BAD = [
     ({"pad_token_id": 320}, "pad_token_id is 320, but vocab_size is 320"),
     ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
     ({"model_type": "olmo2", "vocab_size": None}, "vocab_size is missing"),
-    (
-        {"model_type": "mistral", "num_key_value_heads": None},
-        "4 num_attention_heads cannot share 8 num_key_value_heads, the default of mistral,",
-    ),
-    *ROTARY,
-    *(({"model_type": "olmo2", **change}, sentence) for change, sentence in ROTARY),
-]
+    ({"model_type": "mistral", "num_key_value_heads": None},
+     "4 num_attention_heads cannot share 8 num_key_value_heads, the default of mistral,"),
+    *ROTARY, *(({"model_type": "olmo2", **change}, sentence) for change, sentence in ROTARY),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "sentence"), BAD, ids=lambda value: str(value)[:30])

@@ -34,17 +34,13 @@ def test_states_match_the_papers(strategy: str) -> None:
     assert sum(terms.values()) == pytest.approx(whole * P + part * P / 8, abs=16)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "more"),
-    [
-        ("zero2", 4 * P / 8 - 2 * states.largest_touched(scenario(strategy="zero2"))),  # the flat part
-        ("zero2-offload", 4 * P / 8),  # the flat part, which is on the host with gradients in 16 bits
-        ("zero3", 2 * P / 8 + 2 * BUCKETS.reduce_bucket_size),
-        ("zero3-offload", 2 * BUCKETS.reduce_bucket_size),
-        ("fsdp", 0),  # sums are in the type of the weights in any case
-        ("ddp", 0),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "more"), [
+    ("zero2", 4 * P / 8 - 2 * states.largest_touched(scenario(strategy="zero2"))),  # the flat part
+    ("zero2-offload", 4 * P / 8),  # the flat part, which is on the host with gradients in 16 bits
+    ("zero3", 2 * P / 8 + 2 * BUCKETS.reduce_bucket_size), ("zero3-offload", 2 * BUCKETS.reduce_bucket_size),
+    ("fsdp", 0),  # sums are in the type of the weights in any case
+    ("ddp", 0),
+])  # fmt: skip
 def test_gradients_in_fp32(strategy: str, more: float) -> None:
     def held(gradients: str) -> int:
         case = scenario(strategy=strategy, gradient_dtype=gradients)
@@ -86,8 +82,7 @@ def test_hpz_adds_a_second_shard_over_the_ranks_of_a_node() -> None:
         plain = states.resident(scenario(strategy="zero3", nodes=4, method=method), BUCKETS)
         more = states.resident(scenario(strategy="zero3-hpz", nodes=4, method=method), BUCKETS)
         held = plain["weights"] + plain.get("frozen weights", 0)
-        assert second not in plain and more.pop(second) == pytest.approx(4 * held, abs=64)
-        assert more == plain
+        assert second not in plain and more.pop(second) == pytest.approx(4 * held, abs=64) and more == plain
 
 
 @pytest.mark.parametrize(
@@ -123,10 +118,9 @@ def test_every_rank_holds_the_scales_of_all_4_bit_weights() -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=12),
-    ranks=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=12), ranks=st.integers(1, 9),
     sub_group_size=st.integers(1, 20_000),
-)
+)  # fmt: skip
 def test_no_sub_group_of_zero3_is_larger_than_estimated(sizes: list[int], ranks: int, sub_group_size: int) -> None:
     """DeepSpeed pads each tensor to a multiple of the ranks, which can add one element for each tensor."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3

@@ -15,6 +15,8 @@ from shardmake.memory.trace import _request, traced_tokens
 from tests.unit.memory.llama_8b import scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
 
+Patch = pytest.MonkeyPatch
+
 MAMBA = {"model_type": "mamba", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
 
 
@@ -48,9 +50,7 @@ def test_sizes_of_other_operators_are_not_counted_as_those_of_a_loop() -> None:
     assert events is not None and len(events) == len(traces[-1])
 
 
-def test_a_layer_that_repeats_itself_without_a_loop_over_tokens_has_a_tape_for_every_micro_batch(
-    tracer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_without_a_loop_over_tokens_has_a_tape_for_every_micro_batch(tracer: Any, monkeypatch: Patch) -> None:
     request = _request(
         scenario(
             model=from_config({**SIZES, "model_type": "llama"}), sequence_length=48, attention="sdpa", micro_batch=2
@@ -66,9 +66,7 @@ def test_short_steps_that_differ_are_not_scaled() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_a_scaled_step_has_the_peaks_of_the_whole_one(
-    checkpointing: bool, tracer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scaled_step_has_the_peaks_of_the_whole_one(checkpointing: bool, tracer: Any, monkeypatch: Patch) -> None:
     case = scenario(from_config(MAMBA), sequence_length=48, attention="sdpa", checkpointing=checkpointing)
     whole = of_events(tracer.trace(_request(case)), 2)
     monkeypatch.setattr(token_loops, "MOST_ALIKE", 32)
@@ -77,7 +75,7 @@ def test_a_scaled_step_has_the_peaks_of_the_whole_one(
     assert astuple(of_events(tape["events"], 2)) == pytest.approx(astuple(whole), rel=0.01)
 
 
-def test_an_estimate_names_the_tokens_of_a_scaled_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_names_the_tokens_of_a_scaled_trace(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tapes = {"mamba": LENGTHS[-1], "gpt2": None}
 

@@ -89,13 +89,11 @@ SPARSE = {
 
 
 LEVERS: dict[str, dict[str, Any]] = {
-    "chunked loss": {"loss": "chunked"},
-    "fused loss": {"loss": "fused"},
+    "chunked loss": {"loss": "chunked"}, "fused loss": {"loss": "fused"},
     "inputs of layers on the host": {"checkpointing": True, "activation_offload": True},
-    "shared sequences": {"sequence_parallel": 2},
-    "preferences": {"log_probs": True, "extra_forwards": 1},
+    "shared sequences": {"sequence_parallel": 2}, "preferences": {"log_probs": True, "extra_forwards": 1},
     "preferences with lora under autocast": {"log_probs": True, "extra_forwards": 1, "method": "lora", **AUTOCAST},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEVERS)
@@ -130,11 +128,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {"method": "lora"}), ("olmo3", {}),
-     ("qwen2_moe", {"checkpointing": True}), ("olmo3", {"loss": "chunked", "extra_forwards": 1})], ids=str
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "more"), [
+    ("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {"method": "lora"}), ("olmo3", {}),
+    ("qwen2_moe", {"checkpointing": True}), ("olmo3", {"loss": "chunked", "extra_forwards": 1}),
+], ids=str)  # fmt: skip
 def test_a_few_layers_unroll_to_the_full_trace(kind: str, more: dict[str, Any], tracer: Any) -> None:
     """Event for event, but for the order of those that fall together and the numbers."""
     model = from_config({**KINDS[kind], "model_type": kind, "vocab_size": 320})
@@ -144,8 +141,7 @@ def test_a_few_layers_unroll_to_the_full_trace(kind: str, more: dict[str, Any], 
     assert request["layers"] is not None and len(request["layers"]) < count
     grown = unrolled(tracer.trace(request), request["layers"], model.kinds, _prefix(model))
     whole = tracer.trace({**request, "layers": None})
-    assert grown is not None
-    assert sorted(map(plain, grown)) == sorted(map(plain, whole))
+    assert grown is not None and sorted(map(plain, grown)) == sorted(map(plain, whole))
     assert of_events(grown, count) == of_events(whole, count)
 
 
@@ -155,8 +151,7 @@ def test_a_few_layers_unroll_to_the_full_trace(kind: str, more: dict[str, Any], 
 def test_the_kept_layers_have_every_neighborhood(kinds: str) -> None:
     numbers = [kinds.index(kind) for kind in kinds]
     kept = kept_layers(numbers) or list(range(len(numbers)))
-    assert {*neighborhoods([numbers[layer] for layer in kept])} >= {*neighborhoods(numbers)}
-    assert len(kept) <= 9
+    assert {*neighborhoods([numbers[layer] for layer in kept])} >= {*neighborhoods(numbers)} and len(kept) <= 9
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

@@ -27,8 +27,7 @@ def test_a_gradient_larger_than_the_bucket_stays_until_the_next_one(memory: Zero
     timeline, (first, second) = memory.timeline, LARGE[:2]
     for tensor in (first, second):
         key = timeline.alloc(2 * tensor.numel, "backward temporaries")
-        assert memory.gradient(tensor.name, 2 * tensor.numel, key)
-        assert waiting(memory) == 2 * tensor.numel
+        assert memory.gradient(tensor.name, 2 * tensor.numel, key) and waiting(memory) == 2 * tensor.numel
     memory.end_backward()
     assert waiting(memory) == 0
 

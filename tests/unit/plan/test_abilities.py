@@ -33,6 +33,10 @@ from tests.plan_in_process import plan_in_this_process
 from tests.unit.checkpoint.formats.test_hub_layout import Doubled, convert_by
 from tests.unit.plans import make_cluster, make_model, make_run
 
+Patch = pytest.MonkeyPatch
+
+Values = dict[str, Any]
+
 SIZES = {
     "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 320,
@@ -50,8 +54,7 @@ QWEN3_5 = {
 }  # fmt: skip
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAVA_NEXT = {
-    "model_type": "llava_next", "text_config": LLAMA,
-    "vision_config": {"model_type": "clip_vision_model", **VISION},
+    "model_type": "llava_next", "text_config": LLAMA, "vision_config": {"model_type": "clip_vision_model", **VISION},
 }  # fmt: skip
 GRANITE_SPEECH = {
     "model_type": "granite_speech", "text_config": {"model_type": "granite", **SIZES},
@@ -83,7 +86,7 @@ DEEPSEEK = {
 
 
 @pytest.fixture(autouse=True)
-def helpers_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def helpers_in_this_process(tmp_path: Path, monkeypatch: Patch) -> None:
     plan_in_this_process(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -94,12 +97,12 @@ def resolved(run: Run, cluster: resolve.Cluster | None = None) -> resolve.Resolv
     return settings
 
 
-def ask(config: dict[str, Any], about: str, **more: Any) -> dict[str, Any]:
+def ask(config: Values, about: str, **more: Any) -> Values:
     request = {"config": config, "source": "config.json", "trust_remote_code": False, "about": about, **more}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in inspect_model.answer(request).items()}
 
 
-def answer(config: dict[str, Any], targets: str | list[str] | None = None, method: str = "lora") -> Abilities:
+def answer(config: Values, targets: str | list[str] | None = None, method: str = "lora") -> Abilities:
     adapters = {"method": method, "rank": 4, "dropout": 0.0, "targets": targets}
     return Abilities(**ask(config, "class"), **(ask(config, "adapters", adapters=adapters) if targets else {}))
 
@@ -134,33 +137,24 @@ GEMMA4 = {
 @pytest.mark.parametrize(
     "changes", [{}, {"audio_config": None}, {"vision_config": None, "audio_config": None}], ids=str
 )
-def test_of_a_known_composite_only_the_source_of_its_class_is_read(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_known_composite_only_the_source_is_read(changes: Values, monkeypatch: Patch) -> None:
     config = {**GEMMA4, **changes}
     wanted = answer(config)
     monkeypatch.setattr(abilities, "cached_helper", None)
     assert find_abilities(from_config(config, source="config.json"), make_run()) == wanted
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{**GEMMA4, "video_config": {"depth": 1}}, {**GEMMA3, "vision_config": {"model_type": "clip_vision_model"}}],
-    ids=["another tower", "another type of tower"],
-)
-def test_the_class_of_a_composite_with_an_unknown_tower_is_asked(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("config", [
+    {**GEMMA4, "video_config": {"depth": 1}}, {**GEMMA3, "vision_config": {"model_type": "clip_vision_model"}},
+], ids=["another tower", "another type of tower"])  # fmt: skip
+def test_the_class_of_a_composite_with_an_unknown_tower_is_asked(config: Values, monkeypatch: Patch) -> None:
     found = {"model_class": "Other", "text_part": True, "absent": ["model.other"]}
     monkeypatch.setattr(abilities, "_ask", lambda *_, **__: found)
     model = from_config(config, source="config.json")
-    assert model.decoder is not None
-    assert find_abilities(model, make_run()).absent == ("model.other",)
+    assert model.decoder is not None and find_abilities(model, make_run()).absent == ("model.other",)
 
 
-def test_a_composite_whose_class_refuses_flash_attention_keeps_the_other_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_composite_whose_class_refuses_flash_keeps_the_other_kernels(tmp_path: Path, monkeypatch: Patch) -> None:
     """transformers 5.24 refuses it for Gemma 3 and 4, whose tokens of images see each other."""
     folder = tmp_path / "models" / "gemma4"
     folder.mkdir(parents=True)
@@ -180,9 +174,7 @@ def test_ranks_cannot_share_heads_of_two_widths() -> None:
     assert [abilities.attends_in_kernel(model) for model in models] == [True, False]
 
 
-def test_the_files_of_a_mixture_must_have_a_layout_that_a_merge_can_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_mixture_must_have_a_layout_of_a_merge(tmp_path: Path, monkeypatch: Patch) -> None:
     mixture = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
     mixture.save_pretrained(tmp_path / "usual")
     assert find_abilities(read_model(str(tmp_path / "usual")), make_run()).attention
@@ -195,28 +187,20 @@ def test_the_files_of_a_mixture_must_have_a_layout_that_a_merge_can_write(
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
-def test_files_of_a_hybrid_that_name_its_weights_as_its_class_does_are_not_converted(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_hybrid_with_names_of_its_class_stay(prefix: str, tmp_path: Path, monkeypatch: Patch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(abilities, "_ask", lambda *request: asked.append(request[2]))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", **SIZES}))
     model = read_model(str(tmp_path))
     save_file({prefix + tensor.name: torch.zeros(1) for tensor in model.tensors}, tmp_path / "model.safetensors")
-    assert find_abilities(model, make_run()).model_class == "Qwen3_5ForCausalLM"
-    assert asked == ["layout"] * bool(prefix)
+    assert find_abilities(model, make_run()).model_class == "Qwen3_5ForCausalLM" and asked == ["layout"] * bool(prefix)
 
 
-@pytest.mark.parametrize(
-    ("config", "towers"),
-    [
-        (GEMMA3, ["model.vision_tower", "model.multi_modal_projector"]),
-        (QWEN3_5, ["model.visual"]),
-        (LLAVA_NEXT, ["model.vision_tower", "model.multi_modal_projector", "model.image_newline"]),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
-)
-def test_the_towers_of_a_composite_are_absent(config: dict[str, Any], towers: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "towers"), [
+    (GEMMA3, ["model.vision_tower", "model.multi_modal_projector"]), (QWEN3_5, ["model.visual"]),
+    (LLAVA_NEXT, ["model.vision_tower", "model.multi_modal_projector", "model.image_newline"]),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else None)  # fmt: skip
+def test_the_towers_of_a_composite_are_absent(config: Values, towers: list[str], tmp_path: Path) -> None:
     settings = resolved(make_run(model=make_folder(tmp_path, config), packing=False))
     assert list(settings.abilities.absent) == towers and settings.workload.model_class.text_part
     assert settings.model.parameters == sum(
@@ -228,29 +212,19 @@ def test_the_towers_of_a_composite_are_absent(config: dict[str, Any], towers: li
         resolved(make_run(model=make_folder(tmp_path, config), packing=False, method="lora", lora={"adapter": "a"}))
 
 
-@pytest.mark.parametrize(
-    ("config", "attention", "mixing", "limit"),
-    [
-        (GPT2, ALL[1:], [], "dropout in its attention"),
-        ({**GPT2, "attn_pdrop": 0.0}, ALL, [], ""),
-        (BLOOM, ["eager"], ["eager"], "does not take"),
-        (OPT, ALL, ["sdpa", "eager"], ""),
-        (DEEPSEEK, ALL, [], ""),
-        ({"model_type": "qwen2_moe", **SIZES, "hidden_size": 96}, ALL[1:], [], "heads of 12 numbers"),
-        (LLAMA4, ["sdpa", "eager"], [], "does not take"),
-        (MAMBA, ["eager"], ["eager"], "does not take"),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
-)
-def test_attention_and_packing_are_those_of_the_class(
-    config: dict[str, Any], attention: list[str], mixing: list[str], limit: str
-) -> None:
+@pytest.mark.parametrize(("config", "attention", "mixing", "limit"), [
+    (GPT2, ALL[1:], [], "dropout in its attention"), ({**GPT2, "attn_pdrop": 0.0}, ALL, [], ""),
+    (BLOOM, ["eager"], ["eager"], "does not take"), (OPT, ALL, ["sdpa", "eager"], ""), (DEEPSEEK, ALL, [], ""),
+    ({"model_type": "qwen2_moe", **SIZES, "hidden_size": 96}, ALL[1:], [], "heads of 12 numbers"),
+    (LLAMA4, ["sdpa", "eager"], [], "does not take"), (MAMBA, ["eager"], ["eager"], "does not take"),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else None)  # fmt: skip
+def test_attention_and_packing_of_a_class(config: Values, attention: list[str], mixing: list[str], limit: str) -> None:
     found = answer(config)
     assert ([*found.attention], [*found.mixing]) == (attention, mixing)
     assert re.search(limit, found.varlen_limit) and bool(limit) == bool(found.varlen_limit)
 
 
-def make_folder(tmp_path: Path, config: dict[str, Any]) -> str:
+def make_folder(tmp_path: Path, config: Values) -> str:
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
@@ -294,9 +268,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("config", "settings", "sentence"), REFUSED, ids=[f"{c['model_type']}-{'-'.join(s)}" for c, s, _ in REFUSED]
 )
-def test_what_the_model_cannot_do_is_refused_at_plan(
-    config: dict[str, Any], settings: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
+def test_what_the_model_cannot_do_is_refused(config: Values, settings: Values, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match=sentence):
         resolved(make_run(model=make_folder(tmp_path, config), **settings))
 
@@ -337,24 +309,19 @@ def gpus(**changes: Any) -> resolve.Cluster:
 
 
 SOFTCAP = r"Gemma2ForCausalLM changes the attention scores \(softcap\)"
-TAKEN: list[tuple[dict[str, Any], dict[str, str] | None, dict[str, Any], str, str]] = [
-    (GEMMA2, None, {}, "eager", ""),
-    (BLOOM, None, {"packing": False}, "eager", ""),
-    (OPT, None, {"packing": False}, "sdpa", ""),
-    (GPT2, None, {"method": "lora"}, "sdpa", ""),
+TAKEN: list[tuple[Values, dict[str, str] | None, Values, str, str]] = [
+    (GEMMA2, None, {}, "eager", ""), (BLOOM, None, {"packing": False}, "eager", ""),
+    (OPT, None, {"packing": False}, "sdpa", ""), (GPT2, None, {"method": "lora"}, "sdpa", ""),
     (MIXTRAL, None, {"method": "lora", "lora": {"targets": ["q_proj", "gate_up_proj"]}}, "sdpa", ""),
-    (BLOOM, None, {"script": "train.py"}, "eager", ""),
-    (LLAMA, {}, {}, "varlen", ""),
+    (BLOOM, None, {"script": "train.py"}, "eager", ""), (LLAMA, {}, {}, "varlen", ""),
     (LLAMA, {"accelerator": "t4"}, {}, "sdpa", "varlen needs Ampere or later, and t4 is older"),
     (LLAMA, {}, {"precision": "fp32"}, "sdpa", "varlen needs precision bf16 or fp16, .*fp32"),
-    (LLAMA, {}, {"attention": "sdpa"}, "sdpa", ""),
-    (LLAMA, {}, {"script": "train.py"}, "sdpa", ""),
+    (LLAMA, {}, {"attention": "sdpa"}, "sdpa", ""), (LLAMA, {}, {"script": "train.py"}, "sdpa", ""),
     ({**LLAMA, "attention_dropout": 0.1}, {}, {}, "sdpa", "LlamaForCausalLM has dropout"),
     ({"model_type": "gemma", **SIZES, "head_dim": 512}, {}, {}, "sdpa", "has heads of 512 numbers"),
     ({**GPT2, "n_positions": 4096}, {}, {}, "sdpa", "GPT2LMHeadModel has dropout in its attention"),
-    (GEMMA2, {}, {}, "eager", SOFTCAP),
-    (OPT, {}, {}, "varlen", ""),
-]
+    (GEMMA2, {}, {}, "eager", SOFTCAP), (OPT, {}, {}, "varlen", ""),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -362,7 +329,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, str] | None, dict[str, Any], str, st
     ids=["-".join([c["model_type"], "cpu" * (g is None), *(g or {}).values(), *s]) for c, g, s, _, _ in TAKEN],
 )  # fmt: skip
 def test_auto_takes_what_the_model_supports_or_says_why_not_varlen(
-    config: dict[str, Any], gpu: dict[str, str] | None, settings: dict[str, Any], attention: str, reason: str,
+    config: Values, gpu: dict[str, str] | None, settings: Values, attention: str, reason: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     run = make_run(model=make_folder(tmp_path, config), **settings)
@@ -385,13 +352,10 @@ def install(folder: Path, name: str, version: str) -> None:
     metadata.write_text(f"Name: {name}\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "accepted"),
-    [("flash-attn", "2.8.3", True), ("flash-attn", "2.2.0", False), ("flash-attn-4", "4.0.0", False)],
-)
-def test_only_flash_attention_2_counts_as_flash(
-    name: str, version: str, accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "version", "accepted"), [
+    ("flash-attn", "2.8.3", True), ("flash-attn", "2.2.0", False), ("flash-attn-4", "4.0.0", False),
+])  # fmt: skip
+def test_flash_is_flash_attn_2(name: str, version: str, accepted: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     """flash-attn-4 has the same import name, and transformers runs it under another name."""
     install(tmp_path / "site", name, version)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -411,7 +375,7 @@ def test_best_attention_prefers_a_kernel_that_can_pack() -> None:
     assert Abilities("Own", attention=("flash",)).best_attention(("sdpa",), packing=True) == "eager"
 
 
-def test_a_model_without_gradient_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_gradient_checkpointing(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(resolve, "find_abilities", lambda model, run: Abilities("Own", gradient_checkpointing=False))
     model = make_folder(tmp_path, LLAMA)
     with pytest.raises(ShardmakeError, match=r"gradient_checkpointing: true cannot be used: Own does not support it"):
@@ -420,7 +384,7 @@ def test_a_model_without_gradient_checkpointing(tmp_path: Path, monkeypatch: pyt
     assert found and not any(choice.gradient_checkpointing for choice in found)
 
 
-def test_the_helper_answers_as_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_helper_answers_as_a_process(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = make_run(model=make_folder(tmp_path, BLOOM), packing=False)
@@ -446,7 +410,7 @@ def test_a_model_with_its_own_code_is_asked_itself(tmp_path: Path) -> None:
     assert found == Abilities("OwnForCausalLM", kernels, kernels, limit, gradient_checkpointing=False)
 
 
-def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, monkeypatch: Patch) -> None:
     package = tmp_path / "site/liger_kernel"
     (package / "transformers").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -477,7 +441,7 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert shrunk(large, narrow="none")["hidden_size"] == 4096
 
 
-def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: Patch) -> None:
     """A weight of another name alone is found; the adapter of one whose rows are apart would be trained, not merged."""
     module = "model.layers.0.self_attn"
     query = f"{module}.q_proj.weight"
@@ -492,16 +456,12 @@ def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.M
     assert answer(config, ["v_proj"]).unmergeable == ()
 
 
-@pytest.mark.parametrize(
-    ("config", "targets"),
-    [
-        (MIXTRAL, ["q_proj", "k_proj", "v_proj", "o_proj"]),
-        ({"model_type": "olmoe", **SIZES, "num_experts": 4}, ["q_proj", "k_proj", "v_proj", "o_proj"]),
-        (DEEPSEEK, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
-)
-def test_a_refused_mixture_names_the_targets_that_can_be_merged(config: dict[str, Any], targets: list[str]) -> None:
+@pytest.mark.parametrize(("config", "targets"), [
+    (MIXTRAL, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    ({"model_type": "olmoe", **SIZES, "num_experts": 4}, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    (DEEPSEEK, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else None)  # fmt: skip
+def test_a_refused_mixture_names_the_targets_that_can_be_merged(config: Values, targets: list[str]) -> None:
     """Of a base in 4 bits, adapters of the experts are not proved."""
     refused = answer(config, "all-linear", "qlora")
     assert [*refused.mergeable_targets] == targets and len(refused.unmergeable) == 2
@@ -509,16 +469,13 @@ def test_a_refused_mixture_names_the_targets_that_can_be_merged(config: dict[str
     assert not accepted.unmergeable and accepted.adapted_experts == ("down_proj", "gate_up_proj")
 
 
-@pytest.mark.parametrize(
-    ("config", "targets", "words"),
-    [
-        (MIXTRAL, "all-linear", "each has its own adapters of down_proj, gate_up_proj"),
-        (GPT_OSS, ["q_proj", "experts.down_proj"], "each has its own adapters of down_proj; gate_up_proj stay as they"),
-        (GPT_OSS, "all-linear", r"down_proj, gate_up_proj stay as they are \(to adapt them, name them in lora\.targets"),
-        ({"model_type": "qwen2_moe", **SIZES, "num_experts": 4}, "all-linear", r"down_proj, gate_up_proj stay as they are"),
-    ],
-)  # fmt: skip
-def test_the_plan_says_which_experts_get_adapters(config: dict[str, Any], targets: str | list[str], words: str) -> None:
+@pytest.mark.parametrize(("config", "targets", "words"), [
+    (MIXTRAL, "all-linear", "each has its own adapters of down_proj, gate_up_proj"),
+    (GPT_OSS, ["q_proj", "experts.down_proj"], "each has its own adapters of down_proj; gate_up_proj stay as they"),
+    (GPT_OSS, "all-linear", r"down_proj, gate_up_proj stay as they are \(to adapt them, name them in lora\.targets"),
+    ({"model_type": "qwen2_moe", **SIZES, "num_experts": 4}, "all-linear", r"down_proj, gate_up_proj stay as they are"),
+])  # fmt: skip
+def test_the_plan_says_which_experts_get_adapters(config: Values, targets: str | list[str], words: str) -> None:
     found = answer(config, targets)
     (line,) = found.describe_experts()
     assert re.search(rf"^experts: {words}", line) and not found.unmergeable

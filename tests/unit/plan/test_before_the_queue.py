@@ -14,6 +14,8 @@ from tests.unit.data.test_encode import MARKED, make_tokenizer
 from tests.unit.plan.test_abilities import BLOOM, GPT2
 from tests.unit.plans import LLAMA
 
+Values = dict[str, Any]
+
 TEXTS = [{"text": "a b c"}, {"text": "d e f g"}] * 3
 CHAT = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}] * 4
 CLUSTER = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 4}
@@ -29,7 +31,7 @@ def plan(
 ) -> Callable[..., tuple[int, str]]:
     """Plan a run of the model ``config`` and the rows of ``data`` in this process; return status and output."""
 
-    def run(config: dict[str, Any], data: str, template: str | None, settings: dict[str, Any]) -> tuple[int, str]:
+    def run(config: Values, data: str, template: str | None, settings: Values) -> tuple[int, str]:
         make_tokenizer(template).save_pretrained("base")
         Path("base/config.json").write_text(json.dumps(config))
         Path("train.jsonl").write_text(data)
@@ -53,30 +55,26 @@ def plan(
 
 BROKEN_LIST = [{"messages": "hello"}]
 SHORT = [{"role": "user", "content": "a"}]
-Case = tuple[dict[str, Any], str, str | None, dict[str, Any], str]
+Case = tuple[Values, str, str | None, Values, str]
 REFUSED: dict[str, Case] = {
     "no template": (LLAMA, lines(CHAT), None, {}, "has no chat template"),
     "no list": (LLAMA, lines(BROKEN_LIST * 2), MARKED, {}, "line 1"),
     "empty": (LLAMA, "\n", MARKED, {}, "No examples in train.jsonl"),
     "one row": (LLAMA, lines(TEXTS[:1]), MARKED, {}, "has one example, and evaluation needs another"),
     "format": (LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "format": "chat"}}, "line 1"),
-    "evaluation": (
-        LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "eval": "./train.jsonl"}},
-        "has the examples of data.train",
-    ),
+    "evaluation": (LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "eval": "./train.jsonl"}},
+        "has the examples of data.train"),
     "columns": (LLAMA, lines([{"body": "a"}] * 2), MARKED, {}, "unknown format. The columns are"),
     "nothing to learn": (LLAMA, lines([{"messages": SHORT}] * 2), MARKED, {}, "has a token to learn"),
     "bloom": (BLOOM, lines(TEXTS), MARKED, {}, "packing: true cannot be used: BloomForCausalLM"),
     "protocol": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "s4://x/y"}}, "does not know the protocol s4://"),
     "folder": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "file:/proc/x"}}, "no folder can be created in /proc"),
-    "no learning": (
-        LLAMA, lines(TEXTS), MARKED, {"max_steps": None, "epochs": 1, "global_batch_size": 64}, "training learns nothing"
-    ),
+    "no learning": (LLAMA, lines(TEXTS), MARKED, {"max_steps": None, "epochs": 1, "global_batch_size": 64},
+        "training learns nothing"),
     "seed": (LLAMA, lines(TEXTS), MARKED, {"seed": -1}, "seed"),
     "fsdp": (LLAMA, lines(TEXTS), MARKED, {"strategy": "fsdp"}, "strategy: fsdp needs GPUs"),
-    "prompt": (
-        LLAMA, lines(TEXTS), "{{ raise_exception('no') }}", {"evaluation": {"prompts": ["a"]}}, "evaluation.prompts"
-    ),
+    "prompt": (LLAMA, lines(TEXTS), "{{ raise_exception('no') }}", {"evaluation": {"prompts": ["a"]}},
+        "evaluation.prompts"),
 }  # fmt: skip
 
 
@@ -89,17 +87,13 @@ def test_a_mistake_is_refused_at_plan(case: Case, plan: Callable[..., tuple[int,
     assert not Path("runs/ours/plan/plan.json").exists()
 
 
-ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": (LLAMA, {}),
-    "gpt2 lora": (GPT2, {"method": "lora"}),
-    "bloom": (BLOOM, {"packing": False}),
-}
+ACCEPTED: dict[str, tuple[Values, Values]] = {
+    "llama": (LLAMA, {}), "gpt2 lora": (GPT2, {"method": "lora"}), "bloom": (BLOOM, {"packing": False}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "settings"), ACCEPTED.values(), ids=list(ACCEPTED))
-def test_a_sound_run_is_planned(
-    config: dict[str, Any], settings: dict[str, Any], plan: Callable[..., tuple[int, str]]
-) -> None:
+def test_a_sound_run_is_planned(config: Values, settings: Values, plan: Callable[..., tuple[int, str]]) -> None:
     status, printed = plan(config, lines(CHAT), MARKED, settings)
     assert status == 0, printed
     assert "max_steps: 2 is 2 optimizer steps of 2 sequences" in printed

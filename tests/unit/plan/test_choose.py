@@ -121,10 +121,9 @@ def test_the_first_one_is_taken_for_its_reason(case: str, wording: Wording) -> N
     wording("\n".join([reason_of(choice, found, fallbacks), *against]))
 
 
-@pytest.mark.parametrize(
-    ("device", "smaller", "headroom"),
-    [(60.0, 60.0, Headroom.ENOUGH), (78.0, 70.0, Headroom.ENOUGH), (78.0, 75.0, Headroom.TIGHT), (78.0, 78.0, 0)],
-)
+@pytest.mark.parametrize(("device", "smaller", "headroom"), [
+    (60.0, 60.0, Headroom.ENOUGH), (78.0, 70.0, Headroom.ENOUGH), (78.0, 75.0, Headroom.TIGHT), (78.0, 78.0, 0),
+])  # fmt: skip
 def test_headroom_is_what_still_fits_on_a_smaller_gpu(device: float, smaller: float, headroom: int) -> None:
     """PyTorch's cache holds less on a GPU that has less, so 78 of 80 GiB may be room enough."""
     on = Mock(return_value=int(smaller * GIB))

@@ -43,27 +43,21 @@ def test_a_row_of_another_form_is_reported() -> None:
         parse_partitions("gpu*|3|2\n")
 
 
-@pytest.mark.parametrize(
-    ("gres", "gpus"),
-    [
-        ("(null)", {}), ("gpu:4", {"": 4}), ("gpu", {"": 1}), ("gpu:a100:8", {"a100": 8}), ("gpu:a100", {"a100": 1}),
-        ("gpu:nvidia_a100-sxm4-80gb:8(S:0,2,4,6)", {"nvidia_a100-sxm4-80gb": 8}),
-        ("gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2", {"a100_1g.5gb": 7, "a100_3g.20gb": 2}),
-        ("shard:16,gpu:l40s:4,nvme:2", {"l40s": 4}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gres", "gpus"), [
+    ("(null)", {}), ("gpu:4", {"": 4}), ("gpu", {"": 1}), ("gpu:a100:8", {"a100": 8}), ("gpu:a100", {"a100": 1}),
+    ("gpu:nvidia_a100-sxm4-80gb:8(S:0,2,4,6)", {"nvidia_a100-sxm4-80gb": 8}),
+    ("gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2", {"a100_1g.5gb": 7, "a100_3g.20gb": 2}),
+    ("shard:16,gpu:l40s:4,nvme:2", {"l40s": 4}),
+])  # fmt: skip
 def test_gpus_of_generic_resources(gres: str, gpus: dict[str, int]) -> None:
     assert parse_gpus(gres) == gpus
 
 
-@pytest.mark.parametrize(
-    ("constraint", "may_match"),
-    [
-        (None, True), ("h100", True), ("a100", False), ("h100&ib", True), ("h100,ib", True), ("h100&a100", False),
-        ("a100|h100", True), ("a100|v100", False), ("a100|v100&ib", False), ("a100&v100|ib", True),
-        ("[rack1|rack2]", True), ("a100*2&ib*4", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("constraint", "may_match"), [
+    (None, True), ("h100", True), ("a100", False), ("h100&ib", True), ("h100,ib", True), ("h100&a100", False),
+    ("a100|h100", True), ("a100|v100", False), ("a100|v100&ib", False), ("a100&v100|ib", True), ("[rack1|rack2]", True),
+    ("a100*2&ib*4", True),
+])  # fmt: skip
 def test_features_against_a_constraint(constraint: str | None, may_match: bool) -> None:
     assert satisfies({"h100", "ib"}, constraint) is may_match
 
@@ -71,22 +65,16 @@ def test_features_against_a_constraint(constraint: str | None, may_match: bool) 
 MIXED = {"partition": "mixed", "time_limit": "0:02:00"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "on"),
-    [
-        (plan(), cluster(time_limit="0:02:00")),
-        (plan(nodes=3), cluster(partition=None)),
-        (plan(nodes=16, cpus=96, memory_gib=1000), cluster(constraint="h100", **MIXED)),
-        (plan(nodes=2, cpus=128, memory_gib=2000), cluster(constraint="highmem", **MIXED)),
-        (plan(nodes=18, cpus=96), cluster(**MIXED)),
-        (plan(), cluster(cpu_partition="mixed", stage_time_limit="0:02:00")),
-        # The GPU type decides which nodes count: small old nodes in the same partition do not matter.
-        (plan(nodes=16, cpus=96), cluster("h100", gpu_type="h100", **MIXED)),
-        (plan(nodes=4), cluster("a100-80gb", gpu_type="nvidia_a100-sxm4-80gb", **MIXED)),
-        (plan(nodes=28), cluster("h100", **MIXED)),
-        (plan(nodes=30), cluster("h100", gpu_request="none", **MIXED)),
-    ],
-)
+@pytest.mark.parametrize(("asked", "on"), [
+    (plan(), cluster(time_limit="0:02:00")), (plan(nodes=3), cluster(partition=None)),
+    (plan(nodes=16, cpus=96, memory_gib=1000), cluster(constraint="h100", **MIXED)),
+    (plan(nodes=2, cpus=128, memory_gib=2000), cluster(constraint="highmem", **MIXED)),
+    (plan(nodes=18, cpus=96), cluster(**MIXED)), (plan(), cluster(cpu_partition="mixed", stage_time_limit="0:02:00")),
+    # The GPU type decides which nodes count: small old nodes in the same partition do not matter.
+    (plan(nodes=16, cpus=96), cluster("h100", gpu_type="h100", **MIXED)),
+    (plan(nodes=4), cluster("a100-80gb", gpu_type="nvidia_a100-sxm4-80gb", **MIXED)),
+    (plan(nodes=28), cluster("h100", **MIXED)), (plan(nodes=30), cluster("h100", gpu_request="none", **MIXED)),
+])  # fmt: skip
 def test_a_request_within_the_limits_passes(asked: Plan, on: Cluster) -> None:
     check_request(asked, on, PARTITIONS)
 

@@ -207,18 +207,13 @@ def test_the_styles_are_those_of_the_installed_libraries() -> None:
 LEARNED = ("dpo", "kto", "reward")
 
 
-@pytest.mark.parametrize(
-    ("run", "suitable"),
-    [
-        ({"optimizer": "adamw8bit"}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz"}),
-        ({"method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}),
-        ({"method": "lora"}, set(STRATEGIES)),
-        ({"loss": "chunked"}, {name for name in STRATEGIES if not name.startswith("fsdp")}),
-        ({}, set(STRATEGIES)),
-        *(({"objective": name}, set(STRATEGIES) - {"zero3-hpz", "zero3-nvme", "fsdp-hybrid"}) for name in LEARNED),
-        *(({"objective": name, "method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}) for name in LEARNED),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("run", "suitable"), [
+    ({"optimizer": "adamw8bit"}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz"}),
+    ({"method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}), ({"method": "lora"}, set(STRATEGIES)),
+    ({"loss": "chunked"}, {name for name in STRATEGIES if not name.startswith("fsdp")}), ({}, set(STRATEGIES)),
+    *(({"objective": name}, set(STRATEGIES) - {"zero3-hpz", "zero3-nvme", "fsdp-hybrid"}) for name in LEARNED),
+    *(({"objective": name, "method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}) for name in LEARNED),
+])  # fmt: skip
 def test_strategies_that_a_run_can_use(run: dict[str, Any], suitable: set[str]) -> None:
     found = {name: unsuitable(make_run(**run), name) for name in STRATEGIES}
     assert {name for name, reason in found.items() if not reason} == suitable
@@ -243,39 +238,29 @@ HEAD = {"targets": ["lm_head"]}
 QUERY_AND_HEAD = {"method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}
 
 
-@pytest.mark.parametrize(
-    ("run", "family", "words"),
-    [
-        (CHUNKED, "llama", ""),
-        (CHUNKED, "phi3", ""),
-        ({**FUSED, "tensor_parallel": 2}, "llama", "loss: fused cannot be used: with tensor_parallel .* a part of the head"),
-        # The other losses take the weights of the head alone, so that its adapter would get no gradient.
-        (QUERY_AND_HEAD, "llama", ""),
-        ({**FUSED, "method": "lora"}, "llama", ""),
-        ({**CHUNKED, "method": "lora"}, "llama", ""),
-        ({**FUSED, "lora": HEAD}, "llama", ""),
-        ({**CHUNKED, "lora": HEAD}, "llama", ""),
-        ({**FUSED, **QUERY_AND_HEAD}, "llama", r"loss: fused cannot be used with lm_head in lora\.targets"),
-    ],
-)  # fmt: skip
-def test_losses_that_a_run_cannot_have_are_refused(
-    run: dict[str, Any], family: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("run", "family", "words"), [
+    (CHUNKED, "llama", ""), (CHUNKED, "phi3", ""),
+    ({**FUSED, "tensor_parallel": 2}, "llama",
+     "loss: fused cannot be used: with tensor_parallel .* a part of the head"),
+    # The other losses take the weights of the head alone, so that its adapter would get no gradient.
+    (QUERY_AND_HEAD, "llama", ""), ({**FUSED, "method": "lora"}, "llama", ""),
+    ({**CHUNKED, "method": "lora"}, "llama", ""), ({**FUSED, "lora": HEAD}, "llama", ""),
+    ({**CHUNKED, "lora": HEAD}, "llama", ""),
+    ({**FUSED, **QUERY_AND_HEAD}, "llama", r"loss: fused cannot be used with lm_head in lora\.targets"),
+])  # fmt: skip
+def test_losses_a_run_may_have(run: dict[str, Any], family: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_in_this_process(monkeypatch)
     model = make_model(tie_word_embeddings=False, model_type=family, architectures=[], pad_token_id=0)
     found = next(wrong_loss(make_run(**run), model), "")
     assert re.match(words, found) and bool(words) == bool(found)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"global_batch_size": 7}, r"^global_batch_size 7 cannot be divided over 2 ranks \(1 node\)\. Use 6 or 8"),
-        ({"global_batch_size": 1}, r"2 ranks \(1 node\)\. Use 2, or another"),
-        ({"method": "qlora"}, "method: qlora needs a GPU, but the cluster file has accelerator: cpu"),
-        ({"strategy": "fsdp"}, "strategy: fsdp needs GPUs, but the cluster file has accelerator: cpu"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"global_batch_size": 7}, r"^global_batch_size 7 cannot be divided over 2 ranks \(1 node\)\. Use 6 or 8"),
+    ({"global_batch_size": 1}, r"2 ranks \(1 node\)\. Use 2, or another"),
+    ({"method": "qlora"}, "method: qlora needs a GPU, but the cluster file has accelerator: cpu"),
+    ({"strategy": "fsdp"}, "strategy: fsdp needs GPUs, but the cluster file has accelerator: cpu"),
+])  # fmt: skip
 def test_what_run_and_cluster_decide_is_refused_before_anything_is_fetched(changes: dict[str, Any], words: str) -> None:
     refuse_before_fetch(make_run(), make_cluster(accelerator="cpu"))
     with pytest.raises(ConfigError, match=words):

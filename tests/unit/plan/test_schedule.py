@@ -29,17 +29,13 @@ def test_the_rates_of_a_sound_schedule_are_stated() -> None:
     assert by_epochs and "0.000501 at the last of about 40 steps" in by_epochs
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("warmup_stable_decay", {}, "'num_decay_steps'"),
-        ("warmup_stable_decay", {"num_decay_steps": 500}, "0.0009 at most.*these, so it never reaches learning_rate"),
-        ("cosine_with_min_lr", {}, "min_lr or min_lr_rate"),
-        ("cosine_with_min_lr", {"min_lr_rate": 3}, "0.003 at most.*above learning_rate"),
-        ("polynomial", {"powr": 2}, "'powr'"),
-        ("cosine", {"num_cycles": "many"}, "could not convert"),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "words"), [
+    ("warmup_stable_decay", {}, "'num_decay_steps'"),
+    ("warmup_stable_decay", {"num_decay_steps": 500}, "0.0009 at most.*these, so it never reaches learning_rate"),
+    ("cosine_with_min_lr", {}, "min_lr or min_lr_rate"),
+    ("cosine_with_min_lr", {"min_lr_rate": 3}, "0.003 at most.*above learning_rate"),
+    ("polynomial", {"powr": 2}, "'powr'"), ("cosine", {"num_cycles": "many"}, "could not convert"),
+])  # fmt: skip
 def test_arguments_that_do_not_suit_it_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"scheduler: {name} .*{words}.*Correct scheduler_arguments"):
         check(name, arguments)

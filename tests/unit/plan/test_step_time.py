@@ -14,6 +14,8 @@ from shardmake.memory.read_config import from_config
 from shardmake.plan.step_time import LINK_SHARE, step_time
 from tests.unit.memory.llama_8b import LLAMA_8B, MODEL, scenario
 
+Values = dict[str, Any]
+
 
 def hardware(accelerator: str = "h100", **changes: Any) -> Hardware:
     values = {
@@ -49,8 +51,7 @@ def test_a_mixture_uses_the_selected_experts() -> None:
               "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
               "vocab_size": 512}  # fmt: skip
     two, four = (from_config({**config, "num_experts_per_tok": n}) for n in (2, 4))
-    assert two.parameters == four.parameters
-    assert matrix_weights(four) - matrix_weights(two) == 2 * 2 * 3 * 2048 * 4096
+    assert two.parameters == four.parameters and matrix_weights(four) - matrix_weights(two) == 2 * 2 * 3 * 2048 * 4096
     fast, slow = (seconds(model=model, strategy="ddp", nodes=1, ranks_per_node=1) for model in (two, four))
     assert fast < slow
 
@@ -61,7 +62,7 @@ SLOW = {"on": hardware(inter_node_gbps=2), "nodes": 4}
 TWO_NODES = {"on": hardware(inter_node_gbps=20), "nodes": 2}
 LONG = {"strategy": "zero3", "sequence_length": 32768}
 OFFLOAD = {"micro_batch": 2, "gradient_dtype": "fp32"}
-RATIOS: dict[str, tuple[dict[str, Any], dict[str, Any], float, float]] = {
+RATIOS: dict[str, tuple[Values, Values, float, float]] = {
     "recomputation repeats the forward pass": ({"checkpointing": True}, {"checkpointing": False}, 1.15, 4 / 3),
     "frozen weights need no gradient": ({"method": "lora", **MANY}, MANY, 0.65, 0.9),
     "a dense mask hardly slows short sequences": (
@@ -103,9 +104,7 @@ RATIOS: dict[str, tuple[dict[str, Any], dict[str, Any], float, float]] = {
 
 
 @pytest.mark.parametrize(("one", "other", "least", "most"), RATIOS.values(), ids=RATIOS)
-def test_a_step_takes_so_many_times_as_long(
-    one: dict[str, Any], other: dict[str, Any], least: float, most: float
-) -> None:
+def test_a_step_takes_so_many_times_as_long(one: Values, other: Values, least: float, most: float) -> None:
     assert least < seconds(**one) / seconds(**other) < most
 
 
@@ -168,8 +167,7 @@ def test_attention_runs_at_the_rate_of_its_kernel_and_length() -> None:
         seconds(**long, attention=kernel, masked=mask) for kernel, mask in (("varlen", 0), ("sdpa", 0), ("sdpa", 1))
     )
     flops = 3.5 * 4 * 32 * 4096 * 32768**2 / 2
-    assert varlen - sdpa == pytest.approx(flops / 331e12 - flops / 568e12, rel=0.1)
-    assert masked > varlen
+    assert varlen - sdpa == pytest.approx(flops / 331e12 - flops / 568e12, rel=0.1) and masked > varlen
     ampere = [seconds(hardware("a100-80gb"), **long, attention=kernel) for kernel in ("varlen", "sdpa")]
     assert ampere[0] == ampere[1]
 
@@ -213,9 +211,7 @@ def test_spread_experts_exchange_tokens_and_gather_less() -> None:
 @pytest.mark.parametrize(("kind", "tied", "outside", "gathers"), [
     ("llama", False, 1, True), ("llama", True, 2, False), ("gemma", True, 0, False), ("gemma", False, 1, True),
 ])  # fmt: skip
-def test_each_layer_waits_for_seven_reductions_and_the_head_for_its_own(
-    kind: str, tied: bool, outside: int, gathers: bool
-) -> None:
+def test_layers_wait_for_seven_reductions_the_head_for_more(kind: str, tied: bool, outside: int, gathers: bool) -> None:
     model = from_config({**LLAMA_8B, "model_type": kind, "head_dim": 128, "tie_word_embeddings": tied})
     whole = scenario(model, strategy="zero1", ranks_per_node=4, checkpointing=False)
     part = part_of(model, 4)

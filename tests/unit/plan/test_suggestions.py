@@ -24,10 +24,8 @@ def test_the_smallest_change_of_each_setting_is_suggested() -> None:
 
     def outcome(setting: str, value: int | str) -> str | None:
         helps = {
-            "nodes": lambda: value >= 8,
-            "sequence_length": lambda: value <= 600,
-            "method": lambda: value != "lora",
-        }
+            "nodes": lambda: value >= 8, "sequence_length": lambda: value <= 600, "method": lambda: value != "lora",
+        }  # fmt: skip
         return "fits" if helps[setting]() else None
 
     found = suggestions(changes(2, 2048, "full", "sgd"), outcome)
@@ -48,8 +46,7 @@ def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str
     rundir = RunDir(tmp_path / "chat")
     refused = MemoryEstimates.read(rundir.memory)
     assert {item.choice.strategy for item in refused.candidates} == {"ddp"}
-    assert not any(item.fits for item in refused.candidates)
-    assert not rundir.plan.exists()
+    assert not any(item.fits for item in refused.candidates) and not rundir.plan.exists()
 
 
 def test_a_precomputed_reference_is_the_cheapest_change_if_two_models_do_not_fit(folders: dict[str, str]) -> None:

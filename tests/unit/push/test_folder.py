@@ -35,14 +35,11 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
     assert all((published / name).read_bytes() == content for name, content in MODEL.items())
     assert [path.name for path in published.parent.iterdir()] == ["chat"]
     assert receipt == PushReceipt.read(rundir.push_receipt)
-    assert receipt.destinations == [PushedTo(to="file:published/chat")]
-    assert receipt.files == read_folder(published)
+    assert receipt.destinations == [PushedTo(to="file:published/chat")] and receipt.files == read_folder(published)
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=published, check=True)
 
 
-def test_the_log_names_the_destination_and_the_verified_result(
-    rundir: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_names_the_destination_and_the_result(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     push(RUN, rundir)
     assert re.fullmatch(r"Pushing 11 files, 0\.\d MB to file:published/chat\.", caplog.messages[0])
@@ -221,15 +218,12 @@ def test_an_unverified_model_is_not_pushed(rundir: RunDir) -> None:
     assert not Path("published").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda model: (model / "config.json").unlink(), "config.json is missing"),
-        (lambda model: (model / "config.json").write_text("x"), "config.json has 1 bytes instead of 24"),
-        (lambda model: (model / "tokenizer.json").write_text("[]\n"), "tokenizer.json has other content"),
-        (lambda model: (model / "extra.bin").write_text("x"), "extra.bin is not in the receipt"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda model: (model / "config.json").unlink(), "config.json is missing"),
+    (lambda model: (model / "config.json").write_text("x"), "config.json has 1 bytes instead of 24"),
+    (lambda model: (model / "tokenizer.json").write_text("[]\n"), "tokenizer.json has other content"),
+    (lambda model: (model / "extra.bin").write_text("x"), "extra.bin is not in the receipt"),
+])  # fmt: skip
 def test_a_model_that_is_not_the_verified_one_is_not_pushed(rundir: RunDir, change: object, message: str) -> None:
     assert callable(change)
     change(rundir.model)

@@ -15,6 +15,8 @@ from shardmake.run.receipts import PushedTo
 from tests.finished_run import MODEL, PLOTS, WEIGHTS, make_run, write_model
 from tests.hub import READER, FakeHub
 
+Patch = pytest.MonkeyPatch
+
 RUN = make_run(push={"to": "hub:lab/chat"})
 
 
@@ -40,19 +42,17 @@ def test_the_repository_is_private_and_holds_the_model(hub: FakeHub, rundir: Run
     assert receipt.destinations == [PushedTo(to="hub:lab/chat", url=f"{hub.url}/lab/chat/tree/{commit}", commit=commit)]
 
 
-def test_through_xet(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_xet(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
     hub.transfer = "xet"
     push(RUN, rundir)
-    assert hub.asked("xet-write-token") and not hub.asked("info/lfs")
-    assert WEIGHTS.keys() < hub.files("lab/chat").keys()
+    assert hub.asked("xet-write-token") and not hub.asked("info/lfs") and WEIGHTS.keys() < hub.files("lab/chat").keys()
 
 
 def test_the_same_content_again_makes_no_commit_and_sends_nothing(hub: FakeHub, rundir: RunDir) -> None:
     first = push(RUN, rundir)
     hub.requests.clear()
-    assert push(RUN, rundir) == first
-    assert not hub.asked("PUT|/commit/|/repos/create|lfs")
+    assert push(RUN, rundir) == first and not hub.asked("PUT|/commit/|/repos/create|lfs")
 
 
 def test_only_what_changed_is_sent_and_old_files_go(hub: FakeHub, rundir: RunDir) -> None:
@@ -71,16 +71,13 @@ OVERLOADED = {"POST /api/repos/create": 3, "PUT /put/": 3, "POST .*/commit/": 3,
 }
 
 
-@pytest.mark.parametrize(
-    ("request_", "fault"),
-    [
-        *((one, {"times": OVERLOADED[one], "status": status}) for one in OVERLOADED for status in (429, 503)),
-        ("POST .*/commit/", {"status": 412, "message": "A commit has happened since."}),
-        # storage signs addresses for hours; a slow link needs longer
-        ("PUT /put/", {"status": 403, "message": "Request has expired"}),
-        *((one, {"status": 200}) for one in OVERLOADED if one not in ("PUT /put/", "POST .*/objects/batch")),
-    ],
-)
+@pytest.mark.parametrize(("request_", "fault"), [
+    *((one, {"times": OVERLOADED[one], "status": status}) for one in OVERLOADED for status in (429, 503)),
+    ("POST .*/commit/", {"status": 412, "message": "A commit has happened since."}),
+    # storage signs addresses for hours; a slow link needs longer
+    ("PUT /put/", {"status": 403, "message": "Request has expired"}),
+    *((one, {"status": 200}) for one in OVERLOADED if one not in ("PUT /put/", "POST .*/objects/batch")),
+])  # fmt: skip
 def test_an_overloaded_hub_another_commit_an_expired_address_and_a_web_page_are_outlasted(
     hub: FakeHub, rundir: RunDir, request_: str, fault: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,9 +104,7 @@ def sent(hub: FakeHub) -> Counter[str]:
     return found
 
 
-def test_a_network_that_goes_in_the_middle_costs_one_file_at_most(
-    hub: FakeHub, rundir: RunDir, transfer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_network_costs_at_most_a_file(hub: FakeHub, rundir: RunDir, transfer: str, monkeypatch: Patch) -> None:
     """Of eight shards one breaks off again and again: nobody sees anything of the others, and they are not sent again."""
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
@@ -137,9 +132,7 @@ def test_a_file_lost_after_the_commit_is_pushed_again(hub: FakeHub, rundir: RunD
     assert contents(hub).keys() > MODEL.keys()
 
 
-def test_a_hub_that_keeps_losing_files_is_an_error(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_keeps_losing_files_is_an_error(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     hub.lose.append("config.json")
     with pytest.raises(ShardmakeError, match=r"has no or different content for: config\.json"):
@@ -150,8 +143,7 @@ def test_a_hub_that_keeps_losing_files_is_an_error(
 def test_a_branch_is_made_and_main_stays(hub: FakeHub, rundir: RunDir) -> None:
     run = make_run(push={"to": "hub:lab/chat", "revision": "try-2"})
     push(run, rundir)
-    assert hub.files("lab/chat").keys() == {".gitattributes"}
-    assert contents(hub, "try-2").keys() > MODEL.keys()
+    assert hub.files("lab/chat").keys() == {".gitattributes"} and contents(hub, "try-2").keys() > MODEL.keys()
     hub.requests.clear()
     push(run, rundir)
     assert not hub.asked("/commit/")
@@ -160,8 +152,7 @@ def test_a_branch_is_made_and_main_stays(hub: FakeHub, rundir: RunDir) -> None:
 def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir: RunDir) -> None:
     run = make_run(push={"to": "hub:lab/chat", "pull_request": True})
     first = push(run, rundir)
-    assert hub.files("lab/chat").keys() == {".gitattributes"}
-    assert contents(hub, "refs/pr/1").keys() > MODEL.keys()
+    assert hub.files("lab/chat").keys() == {".gitattributes"} and contents(hub, "refs/pr/1").keys() > MODEL.keys()
     assert push(run, rundir) == first
     write_model(rundir, {**MODEL, "config.json": b"{}"})
     push(run, rundir)
@@ -181,7 +172,7 @@ def test_a_pull_request_of_somebody_else_stays_as_it_is(hub: FakeHub, rundir: Ru
     assert push(run, rundir) == first and len(theirs.requests) == 2
 
 
-def test_the_wait_that_the_hub_requests_is_kept(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_that_the_hub_requests_is_kept(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("shardmake.core.hub.time.sleep", waits.append)
     hub.fail("POST /api/repos/create", status=429, wait=77)
@@ -202,9 +193,7 @@ def test_every_group_of_files_has_its_own_retries(hub: FakeHub, rundir: RunDir) 
     assert {name: contents(hub)[name] for name in shards} == shards
 
 
-def test_an_incomplete_listing_is_not_taken_for_another_model(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_listing_is_not_taken_for_another_model(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     """Once, the listing lacks the checksums and has an old file."""
     push(RUN, rundir)
     list_tree, calls = HfApi.list_repo_tree, iter([True])
@@ -243,9 +232,7 @@ def test_a_public_repository_is_refused_where_private_was_asked(hub: FakeHub, ru
     assert contents(hub).keys() > MODEL.keys()
 
 
-def test_a_hub_that_makes_the_repository_public_gets_nothing(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_makes_the_repository_public_gets_nothing(hub: FakeHub, rundir: RunDir, monkeypatch: Patch) -> None:
     create = HfApi.create_repo
     monkeypatch.setattr(
         HfApi, "create_repo", lambda api, name, **given: create(api, name, **given | {"private": False})
@@ -256,59 +243,38 @@ def test_a_hub_that_makes_the_repository_public_gets_nothing(
 
 
 LIBRARY = "huggingface_hub.constants."
-FAILS: dict[str, tuple[Callable[[FakeHub, pytest.MonkeyPatch], object], str]] = {
-    "a token to read": (
-        lambda hub, patch: patch.setenv("HF_TOKEN", READER),
-        "rights to write.*\n.*Use a token with write permission, ask lab for access",
-    ),
-    "a token of old": (
-        lambda hub, patch: patch.setenv("HF_TOKEN", "hf_expired"),
-        "Invalid credentials.*\n.*Create a new one with write permission and run `hf auth login`",
-    ),
-    "no token": (
-        lambda hub, patch: (patch.delenv("HF_TOKEN"), patch.setattr(LIBRARY + "HF_TOKEN_PATH", "/none")),
-        r"needs a token with write permission, .*Run `hf auth login`, or set HF_TOKEN",
-    ),
-    "switched off": (
-        lambda hub, patch: patch.setattr(LIBRARY + "HF_HUB_OFFLINE", True),
-        "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set",
-    ),
-    "a hub that is gone": (
-        lambda hub, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9"),
-        r"The push to hub:lab/chat failed: .*refused.*\nUploaded files are kept.*Push again",
-    ),
+FAILS: dict[str, tuple[Callable[[FakeHub, Patch], object], str]] = {
+    "a token to read": (lambda hub, patch: patch.setenv("HF_TOKEN", READER),
+        "rights to write.*\n.*Use a token with write permission, ask lab for access"),
+    "a token of old": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_expired"),
+        "Invalid credentials.*\n.*Create a new one with write permission and run `hf auth login`"),
+    "no token": (lambda hub, patch: (patch.delenv("HF_TOKEN"), patch.setattr(LIBRARY + "HF_TOKEN_PATH", "/none")),
+        r"needs a token with write permission, .*Run `hf auth login`, or set HF_TOKEN"),
+    "switched off": (lambda hub, patch: patch.setattr(LIBRARY + "HF_HUB_OFFLINE", True),
+        "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"),
+    "a hub that is gone": (lambda hub, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9"),
+        r"The push to hub:lab/chat failed: .*refused.*\nUploaded files are kept.*Push again"),
     "storage that always rejects, which the token does not explain": (
         lambda hub, patch: hub.fail("PUT /put/", times=99, status=403, message="Request has expired"),
         r"403.*\nUploaded files are kept\. Push again",
     ),
     "no xet": (
-        lambda hub, patch: (
-            patch.setattr(LIBRARY + "HF_HUB_DISABLE_XET", False),
-            setattr(hub, "transfer", "xet"),
-            hub.fail("/xet-write-token/", times=99, status=404, message="Not found"),
-        ),
+        lambda hub, patch: (patch.setattr(LIBRARY + "HF_HUB_DISABLE_XET", False), setattr(hub, "transfer", "xet"),
+            hub.fail("/xet-write-token/", times=99, status=404, message="Not found")),
         r"hub:lab/chat failed.*\n.*Set HF_HUB_DISABLE_XET=1 and push again",
     ),
-    "storage used up": (
-        lambda hub, patch: hub.fail("POST .*/preupload/", status=402, message=FULL),
-        r"storage limit reached.*\n.*Free some space",
-    ),
-    "storage used up in the middle": (
-        lambda hub, patch: hub.fail("POST .*/objects/batch", status=403, message=FULL),
-        r"storage limit reached.*\n.*Free some space",
-    ),
-    "metadata that the hub does not take": (
-        lambda hub, patch: hub.card_errors.append('"license" must be one of ...'),
-        r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub rejected',
-    ),
-}
+    "storage used up": (lambda hub, patch: hub.fail("POST .*/preupload/", status=402, message=FULL),
+        r"storage limit reached.*\n.*Free some space"),
+    "storage used up in the middle": (lambda hub, patch: hub.fail("POST .*/objects/batch", status=403, message=FULL),
+        r"storage limit reached.*\n.*Free some space"),
+    "metadata that the hub does not take": (lambda hub, patch: hub.card_errors.append('"license" must be one of ...'),
+        r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub rejected'),
+}  # fmt: skip
 FULL = "Private repository storage limit reached, please upgrade your plan"
 
 
 @pytest.mark.parametrize("fault", FAILS)
-def test_a_push_that_fails_says_what_to_do(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_push_that_fails_says_what_to_do(hub: FakeHub, rundir: RunDir, monkeypatch: Patch, fault: str) -> None:
     arrange, advice = FAILS[fault]
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     arrange(hub, monkeypatch)
@@ -317,9 +283,7 @@ def test_a_push_that_fails_says_what_to_do(
     assert not re.search("hf_[a-z]", str(caught.value)) and not rundir.push_receipt.exists()
 
 
-def test_one_destination_down_does_not_keep_the_others_waiting(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_destination_down_stops_no_other(hub: FakeHub, rundir: RunDir, monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(push={"to": ["hub:lab/chat", "file:published/chat"]})
     hub.fail("POST /api/repos/create", times=9, status=403, message="no right")

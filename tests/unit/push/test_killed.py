@@ -81,9 +81,7 @@ def holds_model(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("in_one_step", [True, False])
-def test_killed_at_every_change_to_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool
-) -> None:
+def test_killed_at_every_change_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool) -> None:
     monkeypatch.chdir(tmp_path)
     if not in_one_step:
         monkeypatch.setattr("shardmake.core.run_folder.exchange", lambda one, other: False)

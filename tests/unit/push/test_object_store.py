@@ -12,6 +12,8 @@ from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo
 from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, write_model
 
+Patch = pytest.MonkeyPatch
+
 URL = "s3://lab/models/chat"
 RUN = make_run(push={"to": URL})
 
@@ -28,13 +30,10 @@ def test_the_prefix_holds_the_model_and_its_checksums(bucket: Any, rundir: RunDi
     receipt = push(RUN, rundir)
     found = contents(bucket)
     assert {name: found[name] for name in MODEL} == MODEL
-    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
-    assert receipt.destinations == [PushedTo(to=URL)]
+    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"} and receipt.destinations == [PushedTo(to=URL)]
 
 
-def test_the_same_content_again_writes_and_reads_no_model(
-    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_content_again_writes_and_reads_no_model(bucket: Any, rundir: RunDir, monkeypatch: Patch) -> None:
     push(RUN, rundir)
     before = written(bucket)
     monkeypatch.setattr(object_store._Place, "digest", lambda *_: pytest.fail("read back without need"))
@@ -52,9 +51,7 @@ def test_a_prefix_with_other_files_is_refused(bucket: Any, rundir: RunDir) -> No
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "config.json"])
-def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
-    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_push_cut_short_shows_no_checksums(bucket: Any, rundir: RunDir, monkeypatch: Patch, name: str) -> None:
     push(RUN, rundir)
     write_model(rundir, {**MODEL, **dict.fromkeys(WEIGHTS, b"new"), "config.json": b"new"})
     send = object_store._send
@@ -74,9 +71,7 @@ def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
     assert found["config.json"] == b"new" and "SHA256SUMS" in found and object_store.UNFINISHED not in found
 
 
-def test_readers_find_a_whole_model_or_no_config_after_every_request(
-    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_find_a_whole_model_or_no_config_at_any_time(bucket: Any, rundir: RunDir, monkeypatch: Patch) -> None:
     """Loaders need config.json. The old and the new model have files of the same names and others."""
     old = {**MODEL, "model.safetensors.index.json": b"old", "merges.txt": b"old"}
     new = {**MODEL, **dict.fromkeys(WEIGHTS, b"new"), "config.json": b"new", "vocab.json": b"new"}
@@ -105,7 +100,7 @@ def test_readers_find_a_whole_model_or_no_config_after_every_request(
     assert contents(bucket).keys() == {*new, "README.md", *PLOTS, "SHA256SUMS"}, "nothing of the old model"
 
 
-def test_a_new_card_leaves_the_model_in_place(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_card_leaves_the_model_in_place(bucket: Any, rundir: RunDir, monkeypatch: Patch) -> None:
     push(RUN, rundir)
     before = written(bucket)
     monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: {**DRAWN, "plots/loss.png": b"new"})
@@ -114,7 +109,7 @@ def test_a_new_card_leaves_the_model_in_place(bucket: Any, rundir: RunDir, monke
     assert contents(bucket)["plots/loss.png"] == b"new" and not changed & MODEL.keys()
 
 
-def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: Patch) -> None:
     monkeypatch.setattr(object_store._Place, "digest", lambda *_: "0" * 64)
     with pytest.raises(ShardmakeError, match="differs from what was sent when read back"):
         push(RUN, rundir)
@@ -132,7 +127,7 @@ def test_the_receipt_holds_the_versions_that_the_bucket_keeps(bucket: Any, rundi
     bucket.object_versions.delete()
 
 
-def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: Patch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -143,18 +138,13 @@ def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: pytest.Mo
         push(RUN, rundir)
 
 
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (PermissionError("Access Denied"), "Provide credentials with permission to list, read, write and delete"),
-        (OSError("QuotaExceeded: the bucket's quota is reached"), "The store is full. Free some space there"),
-        (OSError(28, "No space left on device"), "The store is full. Free some space there"),
-        (ConnectionError("Connection reset by peer"), "Uploaded files are kept. Push again."),
-    ],
-)
-def test_what_a_store_refuses_is_answered_with_what_to_do(
-    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
-) -> None:
+@pytest.mark.parametrize(("error", "advice"), [
+    (PermissionError("Access Denied"), "Provide credentials with permission to list, read, write and delete"),
+    (OSError("QuotaExceeded: the bucket's quota is reached"), "The store is full. Free some space there"),
+    (OSError(28, "No space left on device"), "The store is full. Free some space there"),
+    (ConnectionError("Connection reset by peer"), "Uploaded files are kept. Push again."),
+])  # fmt: skip
+def test_what_a_store_refuses(bucket: Any, rundir: RunDir, monkeypatch: Patch, error: Exception, advice: str) -> None:
     def refuse(*_: Any) -> None:
         raise error
 
@@ -163,13 +153,10 @@ def test_what_a_store_refuses_is_answered_with_what_to_do(
         push(RUN, rundir)
 
 
-@pytest.mark.parametrize(
-    ("to", "message"),
-    [
-        ("s3://other/chat", r"The push to s3://other/chat failed.*\nCreate the bucket first"),
-        ("gs://lab/chat", "Install the package that fsspec needs for gs://"),
-    ],
-)
+@pytest.mark.parametrize(("to", "message"), [
+    ("s3://other/chat", r"The push to s3://other/chat failed.*\nCreate the bucket first"),
+    ("gs://lab/chat", "Install the package that fsspec needs for gs://"),
+])  # fmt: skip
 def test_a_bucket_or_a_package_that_is_not_there(bucket: Any, rundir: RunDir, to: str, message: str) -> None:
     with pytest.raises(ShardmakeError, match=message):
         push(make_run(push={"to": to}), rundir)

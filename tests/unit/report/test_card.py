@@ -24,17 +24,12 @@ def test_plots_are_shown_and_pushed_beside_the_card(rundir: RunDir) -> None:
     assert all(image.startswith(b"\x89PNG") for image in card_plots(run, rundir).values())
 
 
-@pytest.mark.parametrize(
-    ("to", "place"),
-    [
-        ("hub:lab/chat", "lab/chat"), (["file:published/chat", "hub:lab/chat"], "lab/chat"),
-        ("file:published/chat", "chat"), ("file:/home/ada/chat/", "chat"), ("s3://bucket/models/chat", "chat"),
-        ("file:chat", "chat"),
-    ],
-)  # fmt: skip
-def test_how_to_load_names_the_destination_without_private_paths(
-    rundir: RunDir, to: str | list[str], place: str
-) -> None:
+@pytest.mark.parametrize(("to", "place"), [
+    ("hub:lab/chat", "lab/chat"), (["file:published/chat", "hub:lab/chat"], "lab/chat"),
+    ("file:published/chat", "chat"), ("file:/home/ada/chat/", "chat"), ("s3://bucket/models/chat", "chat"),
+    ("file:chat", "chat"),
+])  # fmt: skip
+def test_how_to_load_names_the_destination_but_no_private_path(rundir: RunDir, to: str | list[str], place: str) -> None:
     card = render_card(make_run(push={"to": to}), rundir)
     assert f'AutoModelForCausalLM.from_pretrained("{place}")' in card
     assert not any(word in card for word in ("published/", "home", "bucket"))
@@ -51,13 +46,10 @@ def test_names_of_files_are_neither_html_nor_cells(rundir: RunDir) -> None:
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 4}
 
 
-@pytest.mark.parametrize(
-    ("text", "licence"),
-    [
-        (b"---\nlicense: apache-2.0\n---\n# Base\n", "apache-2.0"),
-        *((text, None) for text in (b"# Base\n", b"---\nlicense: [\n---\n", b"---\nlicense: caf\xe9\n---\n")),
-    ],
-)
+@pytest.mark.parametrize(("text", "licence"), [
+    (b"---\nlicense: apache-2.0\n---\n# Base\n", "apache-2.0"),
+    *((text, None) for text in (b"# Base\n", b"---\nlicense: [\n---\n", b"---\nlicense: caf\xe9\n---\n")),
+])  # fmt: skip
 def test_the_licence_of_the_base_model_is_carried_over_if_its_card_states_one(
     tmp_path: Path, rundir: RunDir, text: bytes, licence: str | None
 ) -> None:
@@ -80,13 +72,10 @@ def test_a_run_that_was_not_evaluated_names_the_stage(rundir: RunDir, make: Call
         make(make_run(), rundir)
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("lab/base", "lab/base"), ("lab/talk:train", "lab/talk:train"), ("/data/ada/base", "base"),
-        ("resources/demo/base", "base"), ("./base", "base"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "name"), [
+    ("lab/base", "lab/base"), ("lab/talk:train", "lab/talk:train"), ("/data/ada/base", "base"),
+    ("resources/demo/base", "base"), ("./base", "base"),
+])  # fmt: skip
 def test_public_names(source: str, name: str) -> None:
     assert public_name(source) == name
 

@@ -53,9 +53,7 @@ def compare_sweep(config: Config, runs: Path) -> Comparison:
     return compare(select_runs(config, [], "grid"), GPU, runs)
 
 
-def test_settings_that_differ_and_the_best_results(
-    sweep: tuple[Config, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_settings_and_best_results(sweep: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
     found = compare_sweep(*sweep)
     assert found.settings == {"learning_rate": ["1e-05", "2e-05", "3e-05"]}
     header, rows = found.table()
@@ -143,8 +141,7 @@ def test_the_page_is_whole_and_escapes_names(sweep: tuple[Config, Path], tmp_pat
     write_comparison(compare_sweep(*sweep), "Sweep <grid>", page)
     text = page.read_text()
     assert "<h1>Sweep &lt;grid&gt;</h1>" in text and text.count("<svg") == 1
-    assert not re.search(r"""(src|href)=["'](?!#)""", text)
-    assert '<td class="number best">2.2500 *</td>' in text
+    assert not re.search(r"""(src|href)=["'](?!#)""", text) and '<td class="number best">2.2500 *</td>' in text
     assert "not in the figure: grid-lr3e-5." in text
     assert all(f">{name}</text>" in text for name in ("grid-lr1e-5", "grid-lr2e-5"))
 
@@ -157,16 +154,12 @@ def test_a_run_on_cpus_has_process_hours_and_no_memory(tmp_path: Path) -> None:
     assert "process-hours" in header and not any("memory" in name for name in header)
 
 
-@pytest.mark.parametrize(
-    ("names", "name", "message"),
-    [
-        ([], None, "compare: the runs are missing."),
-        (["grid-s1"], "grid", "compare: the runs are missing."),
-        (["grid-s1", "grid-s1"], None, "compare: grid-s1 is one run."),
-        ([], "grit", "Sweep 'grit' does not exist. Did you mean 'grid'? The sweeps are: grid."),
-        (["grid-s1", "none"], None, "Run 'none' does not exist."),
-    ],
-)
+@pytest.mark.parametrize(("names", "name", "message"), [
+    ([], None, "compare: the runs are missing."), (["grid-s1"], "grid", "compare: the runs are missing."),
+    (["grid-s1", "grid-s1"], None, "compare: grid-s1 is one run."),
+    ([], "grit", "Sweep 'grit' does not exist. Did you mean 'grid'? The sweeps are: grid."),
+    (["grid-s1", "none"], None, "Run 'none' does not exist."),
+])  # fmt: skip
 def test_the_choice_of_runs(names: list[str], name: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         select_runs(config_of(seed=[1, 2]), names, name)

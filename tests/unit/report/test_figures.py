@@ -100,10 +100,9 @@ def test_the_axis_has_the_unit_of_the_sizes(unit: int, name: str) -> None:
     assert name in found and {"0", "20", "40", "60"} <= {label.removesuffix(".0") for label in found}
 
 
-@pytest.mark.parametrize(
-    ("losses", "points"),
-    [("3", [1]), ("3, NaN, 2, NaN, 2, 1", [1, 3]), ("NaN, 3", [2]), ("3, 2", []), ("NaN, NaN", [])],
-)
+@pytest.mark.parametrize(("losses", "points"), [
+    ("3", [1]), ("3, NaN, 2, NaN, 2, 1", [1, 3]), ("NaN, 3", [2]), ("3, 2", []), ("NaN, NaN", []),
+])  # fmt: skip
 def test_a_value_that_no_line_reaches_is_a_point(rundir: RunDir, losses: str, points: list[int]) -> None:
     lines = [f'{{"step": {n}, "attempt": 1, "tokens": {n}, "loss": {x}, "tokens_per_second": {x}, "grad_norm": {x}}}\n'
              for n, x in enumerate(losses.split(", "), 1)]  # fmt: skip

@@ -9,8 +9,7 @@ from tests.finished_run import write_history
 
 def test_attempts_are_stitched_by_step(rundir: RunDir) -> None:
     history = read_history(rundir)
-    assert history.series("loss")[0] == list(range(1, 61))
-    assert [span.world_size for span in history.spans] == [2, 2]
+    assert history.series("loss")[0] == list(range(1, 61)) and [span.world_size for span in history.spans] == [2, 2]
     assert history.hours == pytest.approx(0.5) and history.device_hours == pytest.approx(1.0)
     # Lost time runs from the last step that stayed to the first new one.
     assert history.interruptions == [Interruption(after_step=30, seconds=1260 - (60 + 29 * 20), why="interrupted")]

@@ -47,8 +47,7 @@ def test_one_page_holds_everything(rundir: RunDir) -> None:
     assert "Slow ranks at the end rank 1 on c1 computes 1.6 times as long as the median rank" in text_of(page)
     parser = Balance()
     parser.feed(page)
-    assert parser.open == []
-    assert page.count("<svg") == 5 and not re.search(r"""(src|href)=["'](?!#)""", page)
+    assert parser.open == [] and page.count("<svg") == 5 and not re.search(r"""(src|href)=["'](?!#)""", page)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)), "ids of the figures do not meet"
     used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)

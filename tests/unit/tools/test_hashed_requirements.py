@@ -41,7 +41,6 @@ def test_pip_installs_exactly_the_files_that_were_hashed(tmp_path: Path, monkeyp
     monkeypatch.setenv("PIP_FIND_LINKS", str(packages))
     text = hashed(resolve(project, tmp_path / "constraints.txt"))
     assert [line.split(" --hash=sha256:")[0] for line in text.splitlines()] == ["direct==1.0", "indirect==1.0"]
-
     requirements = tmp_path / "hashed.txt"
     requirements.write_text(text)
     command = [sys.executable, "-m", "pip", "install", "--require-hashes", "--target", str(tmp_path / "target")]

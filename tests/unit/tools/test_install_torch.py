@@ -19,31 +19,21 @@ H100 = parse_gpus("0, GPU-0, 1, 0, 580.65.06, 9.0")
 KEPLER = parse_gpus("0, GPU-0, 0, 0, 470.256.02, 3.7")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "gpus", "build"),
-    [
-        ("", None, None),
-        ("", [], None),
-        ("", A100, "cu126"),
-        ("", H100, "cu130"),
-        ("cu126", H100, "cu126"),
-        ("cu130", A100, "cu130"),  # for other nodes than this one
-        ("cpu", H100, "cpu"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "gpus", "build"), [
+    ("", None, None), ("", [], None), ("", A100, "cu126"), ("", H100, "cu130"), ("cu126", H100, "cu126"),
+    ("cu130", A100, "cu130"),  # for other nodes than this one
+    ("cpu", H100, "cpu"),
+])  # fmt: skip
 def test_the_user_or_the_driver_chooses_the_build(wanted: str, gpus: list | None, build: str | None) -> None:
     assert install_torch.choose_build(wanted, gpus, "2.13.0") == build
 
 
-@pytest.mark.parametrize(
-    ("wanted", "gpus", "words"),
-    [
-        ("rocm", None, "does not support AMD GPUs"),
-        ("cu128", None, r"torch 2\.13\.0 has no stable build of this name\. Use cu130 \(driver 580 or newer\), cu126"),
-        ("12.6", None, "Cannot install for CUDA=12.6"),
-        ("", KEPLER, r"the NVIDIA driver is 470, and torch for CUDA 12\.6 needs 525 or newer.* Update the driver"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "gpus", "words"), [
+    ("rocm", None, "does not support AMD GPUs"),
+    ("cu128", None, r"torch 2\.13\.0 has no stable build of this name\. Use cu130 \(driver 580 or newer\), cu126"),
+    ("12.6", None, "Cannot install for CUDA=12.6"),
+    ("", KEPLER, r"the NVIDIA driver is 470, and torch for CUDA 12\.6 needs 525 or newer.* Update the driver"),
+])  # fmt: skip
 def test_a_build_that_cannot_be_installed_is_refused(wanted: str, gpus: list | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         install_torch.choose_build(wanted, gpus, "2.13.0")
@@ -56,9 +46,7 @@ def test_the_package_index_has_one_build_without_a_suffix() -> None:
     assert install_torch.requirements(None, "2.13.0") == ["torch==2.13.0"]
 
 
-def test_pip_without_the_build_is_an_answer_and_other_failures_are_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pip_without_the_build_answers_other_failures_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # constraints of this machine would change pip's words
     empty = ["--dry-run", "--no-deps", "--no-index", f"--find-links={tmp_path}"]
     assert not install_torch.run_pip("torch==2.13.0+cu999", empty)
@@ -130,8 +118,7 @@ def test_make_hands_the_build_on_and_installs_again_for_another_one() -> None:
     done = subprocess.run(
         ["make", "-n", "install", "CUDA=cu126"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert "-m tools.install_torch cu126\n" in done.stdout
-    assert "-c constraints.txt" in done.stdout
+    assert "-m tools.install_torch cu126\n" in done.stdout and "-c constraints.txt" in done.stdout
     # A folder, which modules set, is not the name of a build and installs nothing again.
     dry_run = ["make", "-n", "install"]
     folder = {**environment, "CUDA": "/usr/local/cuda-12.6"}

@@ -10,17 +10,13 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-@pytest.mark.parametrize(
-    ("test", "end", "found"),
-    [
-        ("workflow/test_a.py::test_x", "", []),
-        ("workflow/test_a.py", "", []),
-        ("workflow/test_a.py::test_x[one]", "<failure/>", []),
-        ("workflow/test_a.py::test_x", "<failure/>", ["ZeRO-9: workflow/test_a.py::test_x did not pass."]),
-        ("workflow/test_a.py::test_x[two]", "<skipped/>", ["ZeRO-9: workflow/test_a.py::test_x[two] did not pass."]),
-        ("workflow/test_a.py::test_y", "", ["ZeRO-9: workflow/test_a.py::test_y is gone or did not run."]),
-    ],
-)
+@pytest.mark.parametrize(("test", "end", "found"), [
+    ("workflow/test_a.py::test_x", "", []), ("workflow/test_a.py", "", []),
+    ("workflow/test_a.py::test_x[one]", "<failure/>", []),
+    ("workflow/test_a.py::test_x", "<failure/>", ["ZeRO-9: workflow/test_a.py::test_x did not pass."]),
+    ("workflow/test_a.py::test_x[two]", "<skipped/>", ["ZeRO-9: workflow/test_a.py::test_x[two] did not pass."]),
+    ("workflow/test_a.py::test_y", "", ["ZeRO-9: workflow/test_a.py::test_y is gone or did not run."]),
+])  # fmt: skip
 def test_each_named_test_must_have_passed(tmp_path: Path, test: str, end: str, found: list[str]) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT.format(end=end))

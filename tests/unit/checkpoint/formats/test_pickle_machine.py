@@ -64,11 +64,10 @@ def wide_key(width: int, times: int) -> bytes:
     nested_key(60), PROTOCOL_4 + b"})" + 100_000 * b"\x85" + b"Ns.", wide_key(100_000, 100_000),
     PROTOCOL_4 + b"X" + struct.pack("<I", 2**32 - 1) + b"a.", PROTOCOL_4 + b"\x8e" + struct.pack("<Q", 2**63) + b"a.",
     PROTOCOL_4 + b"\x8b" + struct.pack("<I", 100_000) + 100_000 * b"\x7f" + b".", PROTOCOL_4 + b"NR.",
-    PROTOCOL_4 + b"N)R.", PROTOCOL_4 + b"]}s.", PROTOCOL_4 + b"](NNu.", PROTOCOL_4 + b"}(Nu.",
-    PROTOCOL_4 + b"}]Ns.", PROTOCOL_4 + b"Na.", PROTOCOL_4 + b"NN\x93.",
-    PROTOCOL_4 + b"cposix\n" + 2000 * b"x" + b"\n.", PROTOCOL_4 + b"cposix", PROTOCOL_4 + b"i.",
-    PROTOCOL_4 + b"\x82\x01.", PROTOCOL_4 + b"h\x05.", PROTOCOL_4 + b"1.", PROTOCOL_4 + b".", PROTOCOL_4,
-    b"\x80\x02Nr\xff\xff\xff\x7f.", b"\x80\x01N.", b"(lp0\n.", b"",
+    PROTOCOL_4 + b"N)R.", PROTOCOL_4 + b"]}s.", PROTOCOL_4 + b"](NNu.", PROTOCOL_4 + b"}(Nu.", PROTOCOL_4 + b"}]Ns.",
+    PROTOCOL_4 + b"Na.", PROTOCOL_4 + b"NN\x93.", PROTOCOL_4 + b"cposix\n" + 2000 * b"x" + b"\n.",
+    PROTOCOL_4 + b"cposix", PROTOCOL_4 + b"i.", PROTOCOL_4 + b"\x82\x01.", PROTOCOL_4 + b"h\x05.", PROTOCOL_4 + b"1.",
+    PROTOCOL_4 + b".", PROTOCOL_4, b"\x80\x02Nr\xff\xff\xff\x7f.", b"\x80\x01N.", b"(lp0\n.", b"",
 ])  # fmt: skip
 def test_pickle_that_no_checkpoint_has(content: bytes) -> None:
     with pytest.raises(PickleError):

@@ -57,8 +57,7 @@ def test_conversion_is_reused_for_other_numbers_of_ranks(tmp_path: Path, convers
     checkpoint, out = write(tmp_path, "zero3", 2), tmp_path / "out"
     for strategy, ranks, times in (("zero2", 3, 1), ("zero1", 4, 1), ("zero1", 1, 2), ("zero2", 1, 2), ("zero2", 4, 3)):
         record = convert.reshard(checkpoint, out, strategy, ranks)
-        assert len(conversions) == times
-        assert (record.strategy, record.world_size) == (strategy, ranks)
+        assert len(conversions) == times and (record.strategy, record.world_size) == (strategy, ranks)
         assert read_record(out) == record and find_problems(out) == []
         assert ("rng_state.pth" in random_states(out)) == (ranks == 1)
 
