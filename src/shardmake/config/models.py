@@ -589,8 +589,8 @@ class Run(Section):
     """Optimizer steps between evaluations. `auto`: about ten evaluations per run; none with `sequence_parallel`."""
     report_to: list[Tracker] = Field(default_factory=list)
     """Trackers of loss, learning rate and speed. tensorboard, wandb, mlflow and trackio write to `train/` in the run's
-    folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...), one chart for all attempts; the others,
-    transformers' own, begin a chart with each attempt."""
+    folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...). tensorboard, wandb and trackio have one
+    chart for all attempts, all others one for each."""
     profile: Profile | None = None
     """Record steps with torch's profiler, into `train/profile/`; the report links the trace, which chrome://tracing and
     Perfetto open."""

@@ -1,7 +1,6 @@
 """Command lines and shell scripts: the launcher's options and the program's arguments."""
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,24 +146,20 @@ SHELL = {
     "a flag": ("torchrun x.py --bf16 $BF16", {"bf16": "$BF16"}),
     "options behind a flag": ("torchrun x.py --bf16 $EXTRA_ARGS", {"bf16": True, "": "$EXTRA_ARGS"}),
     "a wrapped job": ('sbatch --wrap="torchrun x.py --bf16"', {"bf16": True}),
-    "a sourced file": ('S=1\n. "$(dirname "$0")/env.sh"\ntorchrun x.py --seed $S $B', {"seed": 3, "bf16": True}),
+    "a sourced file": ("S=3\n. $D/env.sh\ntorchrun x.py --seed $S", {"seed": "$S"}),
+    "an environment": ("S=3\nsource env/bin/activate\ntorchrun x.py --seed $S", {"seed": 3}),
     "a file sourced in a branch": ("S=1\n[ $T ] && source env.sh\ntorchrun x.py --seed $S", {"seed": "$S"}),
-    "a sourced file that is not here": ("S=3\n. $D/env.sh\ntorchrun x.py --seed $S", {"seed": "$S"}),
-    "a file that sources itself": ("S=1\nsource self.sh\ntorchrun x.py --seed $S", {"seed": "$S"}),
     "the folder of the script": ("torchrun x.py --output_dir $PWD/o", {"output_dir": "./o"}),
     "quotes": ("torchrun x.py --run_name 'a $S' --output_dir \"o p\"", {"run_name": "a $S", "output_dir": "o p"}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHELL)
-def test_a_value_is_known_or_said_to_be_unknown(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_is_known_or_said_to_be_unknown(name: str) -> None:
     """An unknown value is shown as it is written, and the key "" holds a variable with any options."""
-    monkeypatch.chdir(tmp_path)
-    Path("env.sh").write_text("export S=3\nB=--bf16\n")
-    Path("self.sh").write_text("S=3\nsource self.sh\n")
     text, expected = SHELL[name]
     *unread, found = read_script("train.sh", text)
-    assert all("is not compared: the file cannot be read here" in one.notes[0] for one in unread)
+    assert all("is not compared: the file may set any variable" in one.notes[0] for one in unread)
     arguments = read_arguments(found)
     opened = {"": arguments.notes[0].split(" ")[0]} if arguments.is_open else {}
     values = (arguments.trainer or {}) | arguments.unknown | opened
