@@ -477,6 +477,20 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert shrunk(large, narrow="none")["hidden_size"] == 4096
 
 
+HYBRIDS = {
+    "qwen3_5_text": (24, 4, 16, 48), "qwen3_5_moe_text": (32, 2, 16, 64), "qwen3_next": (40, 8, 16, 48),
+}  # fmt: skip
+"""Heads of attention, and of its keys; those of linear attention, whose values have a multiple of its keys'."""
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_small_model_with_several_kinds_of_heads_runs(kind: str) -> None:
+    names = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+    heads = dict(zip(names, HYBRIDS[kind], strict=True))
+    config = {"model_type": kind, "hidden_size": 5120, "head_dim": 256, "intermediate_size": 17_408, **heads}
+    assert ask(config, "head") == {"plain": True}  # only of a small model that runs
+
+
 def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight of another name alone is found; the adapter of one whose rows are apart would be trained, not merged."""
     module = "model.layers.0.self_attn"
