@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import WeightConverter
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
@@ -285,6 +286,8 @@ REFUSED = [
     ({**LLAMA, "hidden_act": "sillu"}, {},
      r"has the hidden_act 'sillu', which transformers .* does not know\. .* It knows gelu, .*, silu, "),
     ({**LLAMA, "rope_scaling": {"type": "yarm", "factor": 2.0}}, {}, r"has the rope_type 'yarm', which .* yarn\."),
+    ({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 2.0}}, {},
+     r"has the rope_type 'longrope' without long_factor, short_factor, which transformers .* requires\."),
     ({**LLAMA, "hidden_act": ["silu"]}, {}, r"has the hidden_act \['silu'\], which transformers"),
     ({"model_type": "bert", **SIZES, "architectures": ["BertForMaskedLM"]}, {}, "names the class BertForMaskedLM"),
     (LLAMA, {"method": "lora", "lora": {"targets": ["c_attn"]}}, "target not found"),
@@ -475,6 +478,16 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert small["vocab_size"] == 64 and all(token < 64 for token in small["eos_token_id"])
     assert small["text"] == {"model_type": "part", "num_layers": 2, "num_heads": 1, "d_model": 64}
     assert shrunk(large, narrow="none")["hidden_size"] == 4096
+
+
+@pytest.mark.parametrize("kind", [*ROPE_INIT_FUNCTIONS, "default", "mrope"])
+def test_the_keys_that_a_kind_of_rope_requires_are_those_of_transformers(kind: str) -> None:
+    required = {key: [2.0] if key in ("short_factor", "long_factor") else 2.0 for key in abilities._required(kind)}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **required}
+    AutoConfig.for_model(**LLAMA, rope_parameters={**rope})
+    for missing in required:
+        with pytest.raises(KeyError, match=missing):
+            AutoConfig.for_model(**LLAMA, rope_parameters={key: rope[key] for key in rope if key != missing})
 
 
 HYBRIDS = {
