@@ -351,7 +351,7 @@ def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] 
     alike = {"prompt": "instruction", "query": "input", "response": "output"}
     if is_pair or values.get("stage") == "pt":
         alike = {"prompt": "prompt" if is_pair else "text", "messages": "prompt"}
-    columns = {alike.get(name, name): column for name, column in named.items()}
+    columns = {alike.get(name, name): column for name, column in named.items() if name != "history" or name != column}
     extra = {name: entry.pop(name) for name in ("subset", "num_samples") if name in entry}
     if is_chat:
         usual = {"role": "from", "content": "value"} if is_pair else {}
