@@ -148,37 +148,30 @@ def make_plan() -> Plan:
 _NOTHING = plan.PlaceEstimate(total=0, terms={})
 _CANDIDATE = plan.CandidateEstimate(
     name="zero2", choice=_PLAN.choice, host=_NOTHING, nvme=_NOTHING,
-    gpu=plan.GpuEstimate(
-        allocated=9 << 30, reserved=10 << 30, wanted=10 << 30, device=11 << 30, phase="backward",
-        terms={"weights": 4 << 30, "activations": 5 << 30},
-    ),
-    disk=plan.PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}),
-    fits=True, reason="It fits.", step_seconds=1.0, method="closed form",
+    gpu=plan.GpuEstimate(allocated=9 << 30, reserved=10 << 30, wanted=10 << 30, device=11 << 30, phase="backward",
+        terms={"weights": 4 << 30, "activations": 5 << 30}),
+    disk=plan.PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}), fits=True,
+    reason="It fits.", step_seconds=1.0, method="closed form",
 )  # fmt: skip
 MEMORY = plan.MemoryEstimates(
     model="LlamaForCausalLM", parameters=8_000_000_000, trainable=8_000_000_000, gpu_memory=40 << 30,
     host_memory=64 << 30, candidates=[_CANDIDATE],
 )  # fmt: skip
 SETTINGS = TrainingSettings(
-    model=training_settings.BaseModelSettings(
-        path="base", revision=None, trust_remote_code=False, model_class=_PLAN.workload.model_class, dtype="bfloat16",
-        attention="sdpa", gradient_checkpointing=False, on_gpu=False,
-    ),
-    objective="sft",
-    method=training_settings.FullMethod(),
+    model=training_settings.BaseModelSettings(path="base", revision=None, trust_remote_code=False,
+        model_class=_PLAN.workload.model_class, dtype="bfloat16", attention="sdpa", gradient_checkpointing=False,
+        on_gpu=False),
+    objective="sft", method=training_settings.FullMethod(),
     arguments={
-        "max_steps": 60, "learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "optim": "adamw_torch",
-        "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0,
-        "seed": 42,
+        "max_steps": 60, "learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3,
+        "optim": "adamw_torch", "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01,
+        "max_grad_norm": 1.0, "seed": 42,
     },
     optimizer=None,
-    expected=Engine(
-        engine="deepspeed", zero_stage=2, world_size=2, dtype="bfloat16", offload_optimizer=None, offload_param=None
-    ),
+    expected=Engine(engine="deepspeed", zero_stage=2, world_size=2, dtype="bfloat16", offload_optimizer=None,
+        offload_param=None),
     loss="plain",
-    checkpoints=training_settings.CheckpointSettings(
-        retention=training_settings.Retention(), mtbf_seconds=None
-    ),
+    checkpoints=training_settings.CheckpointSettings(retention=training_settings.Retention(), mtbf_seconds=None),
     program=training_settings.TrainerProgram(),
 )  # fmt: skip
 TRAINED = TrainingReceipt(
