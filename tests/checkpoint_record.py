@@ -1,4 +1,4 @@
-"""The record of a checkpoint that no training wrote."""
+"""The record of a checkpoint that no training wrote, and damage to a file."""
 
 from pathlib import Path
 from typing import Any
@@ -27,3 +27,9 @@ def commit_checkpoint(folder: Path, step: int, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     commit_in_place(folder, make_record(folder, step, **changes))
     return folder
+
+
+def flip(path: Path, byte: int = -1, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)

@@ -147,12 +147,10 @@ def make_plan() -> Plan:
 _NOTHING = plan.PlaceEstimate(total=0, terms={})
 _CANDIDATE = plan.CandidateEstimate(
     name="zero2", choice=_PLAN.choice, host=_NOTHING, nvme=_NOTHING,
-    gpu=plan.GpuEstimate(
-        allocated=9 << 30, reserved=10 << 30, wanted=10 << 30, device=11 << 30, phase="backward",
-        terms={"weights": 4 << 30, "activations": 5 << 30},
-    ),
-    disk=plan.PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}),
-    fits=True, reason="It fits.", step_seconds=1.0, method="closed form",
+    gpu=plan.GpuEstimate(allocated=9 << 30, reserved=10 << 30, wanted=10 << 30, device=11 << 30, phase="backward",
+        terms={"weights": 4 << 30, "activations": 5 << 30}),
+    disk=plan.PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}), fits=True,
+    reason="It fits.", step_seconds=1.0, method="closed form",
 )  # fmt: skip
 MEMORY = plan.MemoryEstimates(
     model="LlamaForCausalLM", parameters=8_000_000_000, trainable=8_000_000_000, gpu_memory=40 << 30,

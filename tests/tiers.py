@@ -40,13 +40,12 @@ SLOW_UNIT = {
     "unit/launch/test_preflight.py": "imports_flash_attention",
     "unit/plan/test_abilities.py": "auto_takes|answers_as_a_process",
     "unit/plan/test_before_the_queue.py": "sound_run.*(gpt2|bloom)",
-    "unit/plan/test_sequence_parallel.py": "long_sequences_fit",
+    "unit/plan/test_suggestions.py": "long_sequences_fit",
     "unit/render/test_lint.py": "any_value_in_any_key",
     "unit/tools/test_hashed_requirements.py": "",
     "unit/memory/test_trace.py": "can_be_traced.(qwen2_moe|gpt_neox|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
     "unit/memory/test_token_loops.py": "peaks_of_the_whole",
-    "unit/memory/test_preferences.py": "matches_the_recorded_one.(autocast|fp32|lora|qlora|tied)",
-    "unit/memory/test_reward.py": "matches_the_recorded_one.(autocast|fp32|masked|gemma|lora|qlora)",
+    "unit/memory/test_preferences.py": "matches_the_recorded_one.((reward )?(autocast|fp32|lora|qlora)|tied|reward (masked|gemma))",
     "unit/memory/test_estimate.py": "outside_the_families_is_traced",
 }
 """Unit tests that take many seconds while others of their kind stay in ``make test``."""
@@ -56,7 +55,6 @@ LONG = {
     "cluster/test_container.py": "",
     "cluster/test_service.py": "",
     "unit/memory/test_preferences.py": "",
-    "unit/memory/test_reward.py": "",
     "unit/memory/test_token_loops.py": "",
     "unit/render/test_lint.py": "",
     "workflow/test_added_tokens.py": "offload",

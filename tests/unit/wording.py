@@ -7,6 +7,7 @@ that are gone.
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -40,3 +41,18 @@ def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Wording:
         assert found == table.get(function, {}).get(row), "see tests/unit/wording.py"
 
     return compare
+
+
+def rows_of(table: dict[str, list[Any]]) -> list[Any]:
+    """Return kind and number of each row of a ``refusals.yaml``, whose rows end with the message."""
+    return [pytest.param(kind, number, id=str(row[0])[:60]) for kind in table for number, row in enumerate(table[kind])]
+
+
+def expect_row(file: Path, table: dict[str, list[Any]], kind: str, number: int, found: str) -> None:
+    """Compare ``found`` with the message of a row of the table in ``file``."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        table[kind][number][-1] = found
+        options: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "allow_unicode": True}
+        rows = {name: [f"- {yaml.safe_dump(row, sort_keys=False, **options)}" for row in table[name]] for name in table}
+        file.write_text("".join(f"{name}:\n{''.join(lines)}" for name, lines in rows.items()))
+    assert found == table[kind][number][-1]

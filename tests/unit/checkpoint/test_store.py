@@ -24,7 +24,7 @@ from shardmake.core.atomic import sealed, unsealed
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.run.training_settings import Retention
-from tests.checkpoint_record import make_record
+from tests.checkpoint_record import flip, make_record
 
 
 def write(folder: Path, step: int, contents: dict[str, bytes], *, committed: bool = True, **record: Any) -> Path:
@@ -144,10 +144,7 @@ def test_file_without_read_permission_is_an_error(tmp_path: Path, monkeypatch: p
 @given(position=st.integers(0, 4999), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_detected(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
     folder = tmp_path_factory.mktemp("flip")
-    shard = write(folder, 5, FILES) / "global_step1/rank0.pt"
-    content = bytearray(shard.read_bytes())
-    content[position] ^= 1 << bit
-    shard.write_bytes(content)
+    flip(write(folder, 5, FILES) / "global_step1/rank0.pt", position, bit)
     assert newest(folder) == 0
 
 

@@ -14,7 +14,7 @@ from shardmake.launch.driver import hold_driver_lock
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt
-from tests.checkpoint_record import commit_checkpoint
+from tests.checkpoint_record import commit_checkpoint, flip
 from tests.finished_run import make_run, make_rundir, write_model
 from tests.unit.plans import make_training_settings
 
@@ -118,12 +118,6 @@ def test_nothing_is_removed_while_a_driver_trains_the_run(rundir: RunDir, caplog
         assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
     assert "Another driver is already watching" in caplog.text
     assert listed(rundir.root.parent, remove=True) == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_nothing_is_removed_if_a_pushed_prefix_is_not_whole(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,16 +1,19 @@
-"""Files that a run names: which exist, and which hold the same examples."""
+"""Files that a run names: which exist, and which hold the same examples; no two runs push to one place."""
 
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from snakemake.io import apply_wildcards
 from snakemake.pathvars import Pathvars
 
 from shardmake.config.inputs import check_inputs, local_files
-from shardmake.core.errors import ShardmakeError
-from tests.unit.config.samples import make_run, write
+from shardmake.config.load import parse_config
+from shardmake.config.models import Config
+from shardmake.core.errors import ConfigError, ShardmakeError
+from tests.unit.config.samples import RUN, make_run, write
 
 
 def test_own_files_must_exist_and_be_readable(tmp_path: Path) -> None:
@@ -97,3 +100,27 @@ def test_evaluation_on_the_training_data_is_rejected(train: str, held_out: str, 
     message = rf"^runs\.chat\.data\.eval: '{held_out}' has the examples of data\.train "
     with pytest.raises(ShardmakeError, match=message) if same else nullcontext():
         check_inputs("chat", make_run(data={"train": train, "eval": held_out}))
+
+
+def runs(**pushes: Any) -> Config:
+    values = {name: {**RUN, "push": push if isinstance(push, dict) else {"to": push}} for name, push in pushes.items()}
+    return parse_config({"cluster": "c", "runs": values}, "c")
+
+
+@pytest.mark.parametrize(("first", "second", "same"), [
+    ("file:published/x", "file:published/x", True), ("file:published/x", "file:published/x/", True),
+    ("file:published/x", "file:./published//y/../x", True), ("file:published/x", ["hub:lab/x", "file:link/x"], True),
+    ("file:published", "file:published/x", True), ("hub:lab/x", "hub:Lab/X", True),
+    ("hub:lab/x", {"to": "hub:lab/x", "revision": "main"}, True), ("s3://bucket/x", "s3://bucket/x/", True),
+    ("s3://bucket/x", "s3://bucket//./x", True), ("file:published/x", "file:published/xy", False),
+    ("file:published/{run}", "file:published/{run}", False), ("hub:lab/x", "file:lab/x", False),
+    ("hub:lab/x", {"to": "hub:lab/x", "revision": "second"}, False), ("s3://bucket/x", "gs://bucket/x", False),
+    ({"to": "hub:lab/x", "pull_request": True}, {"to": "hub:lab/x", "pull_request": True}, False),
+])  # fmt: skip
+def test_same_destination(first: Any, second: Any, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "published").mkdir()
+    (tmp_path / "link").symlink_to("published")
+    message = r"runs: run 'a' pushes to '.*', 'b' to '.*'\. One would replace the other\. Write "
+    with pytest.raises(ConfigError, match=message) if same else nullcontext():
+        assert list(runs(a=first, b=second).runs) == ["a", "b"]

@@ -4,7 +4,6 @@ A value of "..." removes the key. A message begins with the key that it is about
 meant: UPDATE_GOLDEN=1 pytest tests/unit/config/test_refusals.py
 """
 
-import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from shardmake.config.models import STRATEGIES, Run, Schedule
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import CLUSTER, RUN, merged, write
+from tests.unit.wording import expect_row, rows_of
 
 LISTS = {
     "KEYS": Run.model_fields, "STRATEGIES": STRATEGIES, "SCHEDULES": get_args(Schedule), "ACCELERATORS": ACCELERATORS,
@@ -25,7 +25,6 @@ LISTS = {
 """Lists in messages, which grow with the tables."""
 FILE = Path(__file__).with_name("refusals.yaml")
 TABLE: dict[str, list[Any]] = yaml.safe_load(FILE.read_text())
-ROWS = [pytest.param(kind, number, id=str(row[0])[:60]) for kind in TABLE for number, row in enumerate(TABLE[kind])]
 
 
 def refusal(kind: str, changes: dict[str, Any], path: Path) -> str:
@@ -48,15 +47,6 @@ def refusal(kind: str, changes: dict[str, Any], path: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize(("kind", "number"), ROWS)
+@pytest.mark.parametrize(("kind", "number"), rows_of(TABLE))
 def test_it_is_refused(kind: str, number: int, tmp_path: Path) -> None:
-    changes, expected = TABLE[kind][number]
-    found = refusal(kind, changes, tmp_path / "file.yaml")
-    if os.environ.get("UPDATE_GOLDEN"):
-        TABLE[kind][number][1] = expected = found
-        options: dict[str, Any] = {
-            "default_flow_style": True, "width": 10_000, "allow_unicode": True, "sort_keys": False,
-        }  # fmt: skip
-        rows = {name: [f"- {yaml.safe_dump(row, **options)}" for row in TABLE[name]] for name in TABLE}
-        FILE.write_text("".join(f"{name}:\n{''.join(lines)}" for name, lines in rows.items()))
-    assert found == expected
+    expect_row(FILE, TABLE, kind, number, refusal(kind, TABLE[kind][number][0], tmp_path / "file.yaml"))

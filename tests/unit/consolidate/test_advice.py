@@ -93,23 +93,18 @@ ADVICE: dict[str, tuple[str, Change | None, Options, str, Change | None, Options
     "base": ("states", None, {"base": None}, "Name the base model with --base, or", None, {}),
     "raw": ("states", None, {"base": None}, "or write the weights alone with --raw", None, {"base": None, "raw": True}),
     "raw alone": ("states", None, {"raw": True}, "Leave out --base and", None, {"raw": True, "base": None}),
-    "contiguous": (
-        "states", states(lambda t: t.T), {}, r"Call \.contiguous\(\) on it", states(torch.Tensor.contiguous), {},
-    ),
+    "contiguous": ("states", states(lambda t: t.T), {}, r"Call \.contiguous\(\) on it", states(torch.Tensor.contiguous),
+        {}),
     "whole model": ("states", None, {"adapter": True}, r"Merge it without --adapter", None, {}),
     "base of an adapter": ("adapter", None, {"base": None}, "Name the base model's folder with --base", None, {}),
-    "adapter in float32": (
-        "adapter", tensors(ADAPTER, torch.Tensor.double), {}, "Save it in float32", tensors(ADAPTER, torch.Tensor.float), {},
-    ),
-    "base in bf16": (
-        "adapter", tensors(BASE, lambda t: t.to(torch.float8_e4m3fn)), {}, "Name the model in bf16",
-        tensors(BASE, torch.Tensor.bfloat16), {},
-    ),
-    "settings": (
-        "whole", moved("whole/adapter_config.json", "x"), {}, "It holds the adapter's scale. Copy it there",
-        moved("x", "whole/adapter_config.json"), {},
-    ),
-    "adapter alone": ("whole", in_columns, {}, "Write the adapter alone with --adapter", alone, {"checkpoint": "alone"}),
+    "adapter in float32": ("adapter", tensors(ADAPTER, torch.Tensor.double), {}, "Save it in float32",
+        tensors(ADAPTER, torch.Tensor.float), {}),
+    "base in bf16": ("adapter", tensors(BASE, lambda t: t.to(torch.float8_e4m3fn)), {}, "Name the model in bf16",
+        tensors(BASE, torch.Tensor.bfloat16), {}),
+    "settings": ("whole", moved("whole/adapter_config.json", "x"), {}, "It holds the adapter's scale. Copy it there",
+        moved("x", "whole/adapter_config.json"), {}),
+    "adapter alone": ("whole", in_columns, {}, "Write the adapter alone with --adapter", alone,
+        {"checkpoint": "alone"}),
 }  # fmt: skip
 
 

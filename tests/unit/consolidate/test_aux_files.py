@@ -11,15 +11,11 @@ from shardmake.core.errors import ModelError
 
 PUBLISHED = {
     "tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}, "added_tokens": []}',
-    "vocab.json": '{"a": 0, "b": 1}',
-    "merges.txt": "#version: 0.2\na b\n",
+    "vocab.json": '{"a": 0, "b": 1}', "merges.txt": "#version: 0.2\na b\n",
     "tokenizer_config.json": '{"chat_template": "{{ messages }}", "model_max_length": 131072}',
     "generation_config.json": '{"temperature": 0.7, "transformers_version": "4.37.0"}',
-    "preprocessor_config.json": "{}",
-    "LICENSE": "Apache",
-    "NOTICE.txt": "by the lab",
-    "licence.md": "terms",
-}
+    "preprocessor_config.json": "{}", "LICENSE": "Apache", "NOTICE.txt": "by the lab", "licence.md": "terms",
+}  # fmt: skip
 RESAVED = {
     "tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}, "added_tokens": []}',
     "tokenizer_config.json": '{"backend": "tokenizers"}',
@@ -53,8 +49,7 @@ def copied(place: Path, *, base: bool = True, **settings: Any) -> dict[str, str]
 def test_files_are_those_of_the_base_model(place: Path) -> None:
     """As with Qwen2: transformers 5 saves neither vocab.json nor merges.txt again."""
     found = copied(place)
-    assert json.loads(found.pop("config.json")) == {"use_cache": True, "dtype": "bfloat16"}
-    assert found == PUBLISHED
+    assert json.loads(found.pop("config.json")) == {"use_cache": True, "dtype": "bfloat16"} and found == PUBLISHED
 
 
 def test_without_a_base_model_only_the_config_is_written(place: Path) -> None:
@@ -76,15 +71,10 @@ def test_adapter_gets_the_tokenizer_alone(place: Path) -> None:
 CLASSIFIER = '{"architectures": ["LlamaForSequenceClassification"]}'
 
 
-@pytest.mark.parametrize(
-    ("config", "base", "expected"),
-    [
-        (CLASSIFIER, "tokenizer_config.json", "</s>"),
-        (CLASSIFIER, "special_tokens_map.json", None),
-        ('{"architectures": ["LlamaForCausalLM"]}', "tokenizer_config.json", None),
-    ],
-    ids=["new", "base has one", "not a classifier"],
-)
+@pytest.mark.parametrize(("config", "base", "expected"), [
+    (CLASSIFIER, "tokenizer_config.json", "</s>"), (CLASSIFIER, "special_tokens_map.json", None),
+    ('{"architectures": ["LlamaForCausalLM"]}', "tokenizer_config.json", None),
+], ids=["new", "base has one", "not a classifier"])  # fmt: skip
 def test_a_classifier_keeps_its_padding_token(place: Path, config: str, base: str, expected: str | None) -> None:
     write(place / "trained", {"config.json": config, "tokenizer_config.json": '{"pad_token": "</s>"}'})
     write(
@@ -101,17 +91,14 @@ def test_missing_code_is_reported(place: Path) -> None:
     assert "not copied without --trust-remote-code" in change
 
 
-@pytest.mark.parametrize(
-    "trained",
-    [
-        {"tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}'},
-        {"tokenizer.json": '{"model": {"vocab": {"a": 1, "b": 0}}}'},
-        {"tokenizer.json": '{"model": {"vocab": [["a", -1], ["b", -2], ["c", -3]]}}'},
-        {"added_tokens.json": '{"<user>": 2}'},
-        {"tokenizer_config.json": '{"added_tokens_decoder": {"2": {"content": "<user>"}}}'},
-        {"tokenizer.json": '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<user>", "id": 2}]}'},
-    ],
-)
+@pytest.mark.parametrize("trained", [
+    {"tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}'},
+    {"tokenizer.json": '{"model": {"vocab": {"a": 1, "b": 0}}}'},
+    {"tokenizer.json": '{"model": {"vocab": [["a", -1], ["b", -2], ["c", -3]]}}'},
+    {"added_tokens.json": '{"<user>": 2}'},
+    {"tokenizer_config.json": '{"added_tokens_decoder": {"2": {"content": "<user>"}}}'},
+    {"tokenizer.json": '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<user>", "id": 2}]}'},
+])  # fmt: skip
 def test_changed_tokenizer_is_kept(place: Path, trained: dict[str, str]) -> None:
     write(place / "trained", trained)
     found = copied(place)
@@ -144,17 +131,14 @@ def test_binary_vocabulary_and_another_size(place: Path) -> None:
     assert copied(place)["tokenizer.json"] == RESAVED["tokenizer.json"]
 
 
-@pytest.mark.parametrize(
-    ("base", "changed"),
-    [
-        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, False),
-        ({"tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "{{ messages }}"}]}'}, False),
-        ({"tokenizer_config.json": "{}", "chat_template.json": '{"chat_template": "{{ messages }}"}'}, False),
-        ({"tokenizer_config.json": '{"chat_template": "old"}'}, True),
-        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}', "chat_template.jinja": "old"}, True),
-        ({"tokenizer_config.json": "{}"}, True),
-    ],
-)
+@pytest.mark.parametrize(("base", "changed"), [
+    ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, False),
+    ({"tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "{{ messages }}"}]}'}, False),
+    ({"tokenizer_config.json": "{}", "chat_template.json": '{"chat_template": "{{ messages }}"}'}, False),
+    ({"tokenizer_config.json": '{"chat_template": "old"}'}, True),
+    ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}', "chat_template.jinja": "old"}, True),
+    ({"tokenizer_config.json": "{}"}, True),
+])  # fmt: skip
 def test_changed_chat_template_is_kept(place: Path, base: dict[str, str], changed: bool) -> None:
     write(place / "base", base)
     found = copied(place)
@@ -163,10 +147,9 @@ def test_changed_chat_template_is_kept(place: Path, base: dict[str, str], change
 
 
 @pytest.mark.parametrize("folder", ["base", "trained"])
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [("tokenizer.json", "secret"), ("config.json", "secret"), ("additional_chat_templates", "secrets")],
-)
+@pytest.mark.parametrize(("name", "target"), [
+    ("tokenizer.json", "secret"), ("config.json", "secret"), ("additional_chat_templates", "secrets"),
+])  # fmt: skip
 def test_no_link_is_followed_out_of_its_folder(place: Path, folder: str, name: str, target: str) -> None:
     write(place, {"secret": '{"password": "x"}', "secrets/own.jinja": "password"})
     (place / folder / name).unlink(missing_ok=True)

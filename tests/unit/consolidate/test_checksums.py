@@ -19,6 +19,7 @@ from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.scan import OutputSums
 from shardmake.core.errors import CheckpointError
+from tests.checkpoint_record import flip
 
 WEIGHTS = {name: np.arange(60, dtype=np.float32).reshape(6, 10) + at for at, name in enumerate(("a", "b", "c"))}
 
@@ -49,14 +50,6 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def flip(path: Path, byte: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(byte)
-        (value,) = file.read(1)
-        file.seek(byte)
-        file.write(bytes([value ^ 1]))
-
-
 def kill_after(files: int, checkpoint: Path, out: Path) -> None:
     """Start the merge in a fork and kill it when it has finished ``files`` files."""
     child = os.fork()
@@ -82,15 +75,14 @@ def test_every_output_byte_is_compared(checkpoint: Path, tmp_path: Path) -> None
     assert receipt.output_bytes_compared == sum(path.stat().st_size for path in tmp_path.glob("model/*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("byte", "what"),
-    [(-1, "changed after it was written: [abc] is not what the checkpoint gave"), (20, "is not a complete")],
-)
+@pytest.mark.parametrize(("byte", "what"), [
+    (-1, "changed after it was written: [abc] is not what the checkpoint gave"), (20, "is not a complete"),
+])  # fmt: skip
 def test_bit_that_flips_between_kill_and_next_merge(checkpoint: Path, tmp_path: Path, byte: int, what: str) -> None:
     kill_after(2, checkpoint, tmp_path / "model")
     finished = sorted((tmp_path / ".model.partial").glob("model-*.safetensors"))
     assert len(finished) == 2
-    flip(finished[0], byte % finished[0].stat().st_size)
+    flip(finished[0], byte)
     with pytest.raises(CheckpointError, match=what):
         consolidate(checkpoint, tmp_path / "model", max_shard_size="240")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]

@@ -25,13 +25,10 @@ def run(out: str | Path, checkpoint: str = "run", *, overwrite: bool = False) ->
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(
-    "out",
-    [
-        "run", "run/checkpoint-2", "run/checkpoint-2/model", "run/checkpoint-2/deep/er", ".", "..", "/", "base",
-        "base/model", "run/../base", "to-run", "to-base/model", "~",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("out", [
+    "run", "run/checkpoint-2", "run/checkpoint-2/model", "run/checkpoint-2/deep/er", ".", "..", "/", "base",
+    "base/model", "run/../base", "to-run", "to-base/model", "~",
+])  # fmt: skip
 def test_checkpoint_and_base_are_never_replaced(out: str, overwrite: bool) -> None:
     Path("to-run").symlink_to("run")
     Path("to-base").symlink_to(Path("base").absolute())
@@ -115,8 +112,7 @@ def test_folder_that_appears_during_the_copy_is_kept(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(merge_plan, "check_loading", check)
     with pytest.raises(ConfigError, match=r"notes\.txt"):
         run("model")
-    assert content(Path("model")) == {"model/notes.txt": b"x"}
-    assert not Path(".model.partial").exists()
+    assert content(Path("model")) == {"model/notes.txt": b"x"} and not Path(".model.partial").exists()
 
 
 def test_files_are_read_back_while_the_check_is_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:

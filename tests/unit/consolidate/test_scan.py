@@ -12,11 +12,9 @@ from shardmake.consolidate.scan import ModelScan, scan
 from shardmake.core.fingerprint import fingerprint
 
 TENSORS = {
-    "bias": np.zeros(7, np.float32),
-    "embedding": np.arange(600, dtype=np.float32).reshape(30, 20),
-    "head": np.linspace(-1, 1, 500, dtype=np.float16).reshape(20, 25),
-    "zeros": np.zeros((40, 11), np.float32),
-}
+    "bias": np.zeros(7, np.float32), "embedding": np.arange(600, dtype=np.float32).reshape(30, 20),
+    "head": np.linspace(-1, 1, 500, dtype=np.float16).reshape(20, 25), "zeros": np.zeros((40, 11), np.float32),
+}  # fmt: skip
 
 
 @pytest.fixture(params=[64, 1000, 1 << 20], autouse=True)

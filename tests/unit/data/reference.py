@@ -19,22 +19,15 @@ TEMPLATES = {
 _SPECIAL = re.compile(
     r"<[|｜][^<>{}'\"\n]{1,40}[|｜]>|</?[a-z_|]+\|?>|<[a-z_]+\|>|<\|[a-z_]+>|</?s>|\[/?[A-Z_]+\]|\[gMASK\]|<\|\w+\|>"
 )
-STOPS = {  # generation_config.eos_token_id of the published models, beside the template's own end of a turn
-    "glm4moe": ["<|user|>", "<|observation|>", "<|endoftext|>"],
-    "gptoss": ["<|return|>", "<|call|>"],
-    "muse_glimmer": ["<|return|>", "<|call|>", "<|eot|>"],
-    "gemma4": ["<turn|>", "<|tool_response>"],
-    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
-    "gemma": ["<end_of_turn>"],
-    "phi3": ["<|end|>", "<|endoftext|>"],
-    "cohere": ["<|END_OF_TURN_TOKEN|>"],
-    "deepseek": ["<｜end▁of▁sentence｜>"],
-    "llama3": ["<|eot_id|>", "<|eom_id|>"],
-    "idefics3": ["<end_of_utterance>"],
-    "smolvlm": ["<end_of_utterance>"],
-    "llava_next": ["</s>"],
-    "": ["<|im_end|>"],
-}
+STOPS = {
+    # generation_config.eos_token_id of the published models, beside the template's own end of a turn
+    "glm4moe": ["<|user|>", "<|observation|>", "<|endoftext|>"], "gptoss": ["<|return|>", "<|call|>"],
+    "muse_glimmer": ["<|return|>", "<|call|>", "<|eot|>"], "gemma4": ["<turn|>", "<|tool_response>"],
+    "diffusion_gemma": ["<turn|>", "<|tool_response>"], "gemma": ["<end_of_turn>"],
+    "phi3": ["<|end|>", "<|endoftext|>"], "cohere": ["<|END_OF_TURN_TOKEN|>"], "deepseek": ["<｜end▁of▁sentence｜>"],
+    "llama3": ["<|eot_id|>", "<|eom_id|>"], "idefics3": ["<end_of_utterance>"], "smolvlm": ["<end_of_utterance>"],
+    "llava_next": ["</s>"], "": ["<|im_end|>"],
+}  # fmt: skip
 
 
 def stops_of(name: str) -> list[str]:

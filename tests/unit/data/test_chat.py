@@ -155,24 +155,21 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
 ]  # fmt: skip
 REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}" + PLAIN
 REFUSED: dict[str, tuple[str, Row]] = {
-    "no end": (NO_END, talk("u:a", "a:b")),
-    "another order": (REFUSING, talk("s:be", "u:a", "a:b")),
+    "no end": (NO_END, talk("u:a", "a:b")), "another order": (REFUSING, talk("s:be", "u:a", "a:b")),
     "an error of the template": (PLAIN.replace("m.role", "m.role + 1"), talk("u:a", "a:b")),
     "cut texts": (loop("<{{ m.role }}>{{ m.content[:30] }}</s>"), talk("u:a", "a:b")),
-    "role human": (KNOWN, talk("h:a", "a:b")),
-    "role developer": (KNOWN, talk("d:a", "u:c", "a:b")),
-    "lost result": (KNOWN, talk("u:a", "a:b", "t:b", "a:a b")),
-    "lost call": (PLAIN, talk("u:a", CALL)),
+    "role human": (KNOWN, talk("h:a", "a:b")), "role developer": (KNOWN, talk("d:a", "u:c", "a:b")),
+    "lost result": (KNOWN, talk("u:a", "a:b", "t:b", "a:a b")), "lost call": (PLAIN, talk("u:a", CALL)),
     "lost text beside a call": (CALLS.replace("{{ m.content }}<", "{{ '' if m.tool_calls else m.content }}<"),
-                                talk("u:a", {**CALL, "content": "b"})),
+        talk("u:a", {**CALL, "content": "b"})),
     "lost key": (CALLS.replace("{{ c.function.arguments | tojson }}", "x{{ c.function.arguments.x }}"),
-                 talk("u:a", calling({"name": "f", "arguments": {"x": "y", "z": None}}))),
+        talk("u:a", calling({"name": "f", "arguments": {"x": "y", "z": None}}))),
     "lost tools": (PLAIN, talk("u:a", "a:b", tools=[{"function": {"name": "f"}}])),
     "thoughts after a prompt that ends them": (THINKS, talk("u:a", THOUGHT)),
     "thoughts in the text after empty ones": (THINKS.replace("<assistant><think></think>", "<assistant>"),
-                                              talk("u:a", "a:<think>z</think>b")),
+        talk("u:a", "a:<think>z</think>b")),
     "a text about marks of thoughts": (loop("<{{ m.role }}>{{ m.content.split('</think>')[-1] }}</s>"),
-                                       talk("u:a", "a:b<think>z</think>c")),
+        talk("u:a", "a:b<think>z</think>c")),
     "lost thoughts": (PLAIN, talk("u:a", THOUGHT)),
 }  # fmt: skip
 

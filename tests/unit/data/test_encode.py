@@ -82,10 +82,9 @@ def test_the_completion_is_learned(template: str) -> None:
     assert found == ["<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]", "<s>2+[4</s>]"]
 
 
-@pytest.mark.parametrize(
-    ("template", "key"),
-    [(MARKED, "weight"), (PLAIN, "weight"), (PLAIN, "train"), (PLAIN, "loss"), (PLAIN, "loss_mask"), (PLAIN, "column")],
-)
+@pytest.mark.parametrize(("template", "key"), [
+    (MARKED, "weight"), (PLAIN, "weight"), (PLAIN, "train"), (PLAIN, "loss"), (PLAIN, "loss_mask"), (PLAIN, "column"),
+])  # fmt: skip
 def test_a_message_with_weight_0_is_not_learned(template: str, key: str) -> None:
     tokenizer = make_tokenizer(template)
     messages: list[dict[str, Any]] = [dict(message) for message in chat("u:a", "a:b", "u:c", "a:d", "u:e", "a:f")]

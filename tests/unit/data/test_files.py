@@ -42,13 +42,10 @@ def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
 CONTENTS: dict[str, bytes] = {
     "lines.jsonl": "".join(json.dumps(row) + "\n" for row in CELLS).encode(),
     "lines.json": "\n".join(json.dumps(row, ensure_ascii=False) for row in CELLS).encode(),
-    "array.json": json.dumps(CELLS).encode(),
-    "indented.json": json.dumps(CELLS, indent=2, ensure_ascii=False).encode(),
-    "marked.json": b"\xef\xbb\xbf\n" + json.dumps(CELLS).encode(),
-    "table.csv": as_csv(CELLS),
-    "marked.csv": b"\xef\xbb\xbf" + as_csv(CELLS),
-    "table.tsv": as_csv(CELLS, "\t"),
-}
+    "array.json": json.dumps(CELLS).encode(), "indented.json": json.dumps(CELLS, indent=2, ensure_ascii=False).encode(),
+    "marked.json": b"\xef\xbb\xbf\n" + json.dumps(CELLS).encode(), "table.csv": as_csv(CELLS),
+    "marked.csv": b"\xef\xbb\xbf" + as_csv(CELLS), "table.tsv": as_csv(CELLS, "\t"),
+}  # fmt: skip
 
 
 def rows_in(path: Path) -> list[Any]:

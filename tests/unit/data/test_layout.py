@@ -61,9 +61,8 @@ def test_the_columns_say_the_format(example: dict[str, Any], columns: dict[str, 
 UNCLEAR: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "chat or text": ({"messages": chat("u:a"), "text": "a"}, "auto", {}),
     "alpaca or text": ({"instruction": "a", "output": "b", "text": "c"}, "auto", {}),
-    "chat or sharegpt": (
-        {"dialog": [{"who": "human", "said": "a"}]}, "auto", {"messages": "dialog", "role": "who", "content": "said"}
-    ),
+    "chat or sharegpt": ({"dialog": [{"who": "human", "said": "a"}]}, "auto",
+        {"messages": "dialog", "role": "who", "content": "said"}),
     "unknown": ({"question": "a", "conversations": [{"who": "a", "what": "b"}]}, "auto", {}),
     "of another objective": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "auto", {}),
     "no such column": ({"question": "a", "reply": "b"}, "auto", {"prompt": "questoin", "completion": "reply"}),

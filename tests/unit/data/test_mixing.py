@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from shardmake.config.models import Data
-from shardmake.core.errors import ConfigError, DataError
+from shardmake.core.errors import DataError
 from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.stage import prepare, preview
 from shardmake.run.length import estimate_length
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import chat
 from tests.unit.data.test_stage import decoded, make_run, model, write_rows
-from tests.unit.wording import Wording
 
 __all__ = ["model"]
 
@@ -126,28 +125,6 @@ def test_a_wrong_example_of_a_later_source_is_found_before_anything_is_queued(mo
     for data, check in product((mixture, evaluated), (check_sources, check_first_rows)):
         with pytest.raises(DataError, match=r"wrong\.jsonl, line 2: messages is not a list"):
             check(make_run(model, data))
-
-
-REFUSED: list[dict[str, Any]] = [
-    *({key: []} for key in ("train", "eval")),
-    *({key: [{"source": "a.jsonl"}, {"source": "b/a.jsonl"}]} for key in ("train", "eval")),
-    *({key: [{"source": "a", "columns": {"text": "x", "prompt": "y"}}]} for key in ("train", "eval")),
-    {"train": [{"source": "a", "weight": 1}, {"source": "b"}]},
-    {"train": [{"source": "a", "weight": 1, "repeat": 2}]},
-    {"train": [{"source": "a", "weigth": 1}]},
-    {"train": [{"source": "a", "weight": 0}]},
-    {"train": [{"source": "a", "name": "a b"}]},
-    {"eval": [{"source": "a", "weight": 1}]},
-    {"train": [{"source": "a"}], "revision": "main"},
-    {"train": [{"source": "a"}, {"source": "b"}], "order": "given"},
-]
-
-
-@pytest.mark.parametrize("data", REFUSED, ids=str)
-def test_sources_that_mean_nothing_are_refused(data: dict[str, Any], wording: Wording) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_run(Path("base"), {"train": "train.jsonl"} | data, packing="order" not in data)
-    wording(caught.value)
 
 
 def test_labels_come_from_the_last_part_of_the_source() -> None:

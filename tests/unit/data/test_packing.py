@@ -122,12 +122,9 @@ def test_splitting_loses_no_token_and_leaves_none_alone(ids: list[int], length: 
 
 
 @pytest.mark.parametrize(("length", "answers", "cuts", "expected"), [
-    (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")),
-    (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
-    (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"),
-    (2, ([3], [4]), True, "dropped_loss_truncated"),
-    (9, ([3], [3]), True, "dropped_without_loss"),
-    (3, ([3, 4], [5]), False, "dropped_too_long"),
+    (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")), (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
+    (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"), (2, ([3], [4]), True, "dropped_loss_truncated"),
+    (9, ([3], [3]), True, "dropped_without_loss"), (3, ([3, 4], [5]), False, "dropped_too_long"),
     (4, ([3, 4], [5]), False, ([3, 4], [5], "whole")),
 ])  # fmt: skip
 def test_both_answers_are_cut_or_dropped(length: int, answers: Any, cuts: bool, expected: Any) -> None:
@@ -181,16 +178,13 @@ def packed(many: list[Tokens], tmp_path_factory: pytest.TempPathFactory) -> Sequ
 def test_rows_of_several_blocks_are_those_that_datasets_reads(tmp_path: Path) -> None:
     rows = [[number] * (1 + number % 3) for number in range(2500)]
     table = {
-        "input_ids": rows,
-        "loss_mask": [[True] * len(row) for row in rows],
-        "seq_lengths": [[len(r)] for r in rows],
-    }
+        "input_ids": rows, "loss_mask": [[True] * len(row) for row in rows], "seq_lengths": [[len(r)] for r in rows],
+    }  # fmt: skip
     datasets.Dataset.from_dict(table).save_to_disk(str(tmp_path / "train"), num_shards=2)
     make_data_receipt("digest").write(tmp_path / DATA_RECEIPT)
     found = Sequences(tmp_path, "train")
     assert [found[index]["input_ids"].tolist() for index in range(len(found))] == rows
-    assert found[-1]["input_ids"].tolist() == rows[-1]
-    assert found.lengths() == [len(row) for row in rows]
+    assert found[-1]["input_ids"].tolist() == rows[-1] and found.lengths() == [len(row) for row in rows]
     with pytest.raises(IndexError):
         found[2500]
 

@@ -9,7 +9,7 @@ import pytest
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
-from shardmake.core.errors import ConfigError, DataError
+from shardmake.core.errors import DataError
 from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.stage import prepare, preview
 from shardmake.run.paths import RunDir
@@ -46,7 +46,6 @@ def test_files_are_linked_hashed_and_noticed(run: Run, tmp_path: Path) -> None:
     assert next(preview(run, 1, RunDir(tmp_path / "run"))).startswith(f"{tmp_path}/eval.jsonl, line 1")
     inputs = [Path(file) for file in local_files(run, "data")]
     assert sorted(inputs) == sorted([*(tmp_path / "own" / name for name in FILES), tmp_path / "eval.jsonl"])
-
     rundir = RunDir(tmp_path / "runs/chat")
     receipt = prepare(run, rundir)
     found = {path.relative_to(rundir.raw_data): path for path in rundir.raw_data.rglob("*") if path.is_file()}
@@ -91,20 +90,3 @@ def test_a_single_file_is_alone_in_its_folder_and_an_empty_folder_is_refused(run
     for refuse in (check_sources, lambda one: prepare(one, rundir)):
         with pytest.raises(DataError, match=r"No data in .*empty: the folder has no file"):
             refuse(run.model_copy(update={"data": data}))
-
-
-RAW = {"train": "own", "eval": "eval.jsonl", "format": "raw"}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"script": None, "data": RAW}, "data.format 'raw' is for a script"),
-    ({"data": {**RAW, "eval": None}}, "format 'raw' needs evaluation examples in another format"),
-    ({"data": {**RAW, "train": [{"source": "own"}]}}, "format 'raw' takes one source"),
-    ({"data": {**RAW, "train": "org/name:train"}}, "format 'raw' is all files of a data set"),
-    ({"data": {**RAW, "subset": "en"}}, "format 'raw' is all files of a data set"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_raw_data_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(**changes)
-    parse(data=RAW)

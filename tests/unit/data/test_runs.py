@@ -16,6 +16,7 @@ from shardmake.data import stage
 from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.stage import ENCODING, prepare, preview
 from shardmake.run.paths import RunDir
+from tests.checkpoint_record import flip
 from tests.unit.data.test_chat import LEARNED, encoder
 from tests.unit.data.test_encode import MARKED, chat
 from tests.unit.data.test_stage import conversations, make_run, model, write_rows
@@ -36,15 +37,11 @@ PARTS = [
 MAPPED: dict[str, Any] = {"columns": {"messages": "dialog", "role": "speaker", "content": "said"}, "format": "chat"}
 ALPACA = [{"instruction": q.partition("\n")[0], "input": "", "output": a, "source": "x"} for q, a in QUESTIONS]
 SAME: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
-    "lines": ("t.jsonl", CHATS, {}),
-    "array": ("t.json", CHATS, {}),
-    "compressed": ("t.json.gz", CHATS, {}),
-    "parquet": ("t.parquet", CHATS, {}),
-    "sharegpt": ("t.jsonl.xz", SHAREGPT, {}),
-    "sharegpt-parquet": ("t.parquet", SHAREGPT, {"format": "sharegpt"}),
-    "mapped": ("t.json", PARTS, MAPPED),
+    "lines": ("t.jsonl", CHATS, {}), "array": ("t.json", CHATS, {}), "compressed": ("t.json.gz", CHATS, {}),
+    "parquet": ("t.parquet", CHATS, {}), "sharegpt": ("t.jsonl.xz", SHAREGPT, {}),
+    "sharegpt-parquet": ("t.parquet", SHAREGPT, {"format": "sharegpt"}), "mapped": ("t.json", PARTS, MAPPED),
     "mapped-parquet": ("t.parquet", PARTS, MAPPED),
-}
+}  # fmt: skip
 PROMPTED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "lines": ("t.jsonl", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),
     "csv": ("t.csv", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),
@@ -130,8 +127,7 @@ def test_equal_content_is_tokenized_once(model: Path, tmp_path: Path, built: lis
     arrow = second.train.files[0].path
     assert (tmp_path / "runs/a/data" / arrow).samefile(tmp_path / "runs/b/data" / arrow)
     shutil.rmtree(tmp_path / "runs/a")
-    assert prepare(make_run(model, {"train": str(copy)}), RunDir(tmp_path / "runs/b")) == second
-    assert len(built) == 1
+    assert prepare(make_run(model, {"train": str(copy)}), RunDir(tmp_path / "runs/b")) == second and len(built) == 1
     assert prepare(make_run(model, {"train": examples}, seed=7), RunDir(tmp_path / "runs/c")).digest != first.digest
     assert len(built) == 2
 
@@ -140,11 +136,8 @@ def test_damaged_files_of_another_run_are_not_taken(model: Path, tmp_path: Path,
     run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
     first = prepare(run, RunDir(tmp_path / "runs/a"))
     arrow = tmp_path / "runs/a/data" / first.train.files[0].path
-    content = bytearray(arrow.read_bytes())
-    content[-9] ^= 1
-    arrow.write_bytes(content)
-    assert prepare(run, RunDir(tmp_path / "runs/b")) == first
-    assert len(built) == 2
+    flip(arrow, -9)
+    assert prepare(run, RunDir(tmp_path / "runs/b")) == first and len(built) == 2
     assert (tmp_path / "runs/b/data" / first.train.files[0].path).read_bytes() != arrow.read_bytes()
 
 

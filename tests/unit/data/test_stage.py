@@ -163,8 +163,7 @@ def test_repeats_are_counted(model: Path, tmp_path: Path, caplog: pytest.LogCapt
         "eval": write_rows(tmp_path / "eval.jsonl", [*fresh, rows[3], rows[7]]),
     }
     receipt = prepare(make_run(model, data, packing=packing), RunDir(tmp_path / "run"))
-    assert receipt.repeated == 2
-    assert "Evaluation examples with the same tokens as a training example: 2." in caplog.text
+    assert receipt.repeated == 2 and "Evaluation examples with the same tokens as a training example: 2." in caplog.text
     write_rows(tmp_path / "eval.jsonl", fresh)
     assert prepare(make_run(model, data, packing=packing), RunDir(tmp_path / "run")).repeated == 0
 
@@ -204,8 +203,7 @@ def test_a_killed_stage_encodes_what_is_missing(model: Path, tmp_path: Path, mon
     other = make_run(model, run.data.model_dump(), seed=1)
     shutil.copytree(rundir.root, tmp_path / "other" / "run")
     prepare(run, rundir)
-    assert len(written) == 2
-    assert files_of(rundir.root) == files_of(tmp_path / "whole" / "run")
+    assert len(written) == 2 and files_of(rundir.root) == files_of(tmp_path / "whole" / "run")
     prepare(other, RunDir(tmp_path / "other" / "run"))
     assert len(written) == 6
 
@@ -219,14 +217,11 @@ def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: 
     caplog.clear()
     os.utime(rundir.data_receipt, (1, 1))
     arrow = rundir.data / first.train.files[0].path
-    assert prepare(run, rundir) == first
-    assert caplog.messages == [f"{rundir.data} is up to date."]
+    assert prepare(run, rundir) == first and caplog.messages == [f"{rundir.data} is up to date."]
     arrow.unlink()
-    assert prepare(run, rundir) == first
-    assert arrow.exists() and rundir.data_receipt.stat().st_mtime == 1
+    assert prepare(run, rundir) == first and arrow.exists() and rundir.data_receipt.stat().st_mtime == 1
     write_rows(path, conversations(21))
-    assert prepare(run, rundir).digest != first.digest
-    assert rundir.data_receipt.stat().st_mtime != 1
+    assert prepare(run, rundir).digest != first.digest and rundir.data_receipt.stat().st_mtime != 1
 
 
 @pytest.mark.parametrize("cpus", [1, 2], ids=["one process", "workers"])
@@ -343,8 +338,7 @@ def test_marks_are_compared(model: Path, tmp_path: Path, caplog: pytest.LogCaptu
     run = make_run(model, {"train": path, "chat_template": str(tmp_path / "chat.jinja")})
     check_first_rows(run)
     warned = any("marks of the chat template are not followed" in text for text in caplog.messages)
-    assert warned == (agree is False)
-    assert prepare(run, RunDir(tmp_path / "run")).marks_agree is agree
+    assert warned == (agree is False) and prepare(run, RunDir(tmp_path / "run")).marks_agree is agree
 
 
 def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:
@@ -395,17 +389,14 @@ def test_a_full_disk_is_reported(model: Path, tmp_path: Path, writer: str, monke
     with pytest.raises(OSError, match="No space left") as error:
         prepare(make_run(model, {"train": path}), rundir)
     message = f"Cannot use {rundir.root}. No space is left on its file system. Free some space "
-    assert str(explain(error.value, rundir.root)).startswith(message)
-    assert not list(tmp_path.glob("run/.data*"))
+    assert str(explain(error.value, rundir.root)).startswith(message) and not list(tmp_path.glob("run/.data*"))
 
 
 UNUSABLE: dict[str, tuple[list[Any], str | None, int]] = {
-    "nothing to learn": ([talk("u:a")] * 3, MARKED, 128),
-    "one example": (conversations(1), MARKED, 128),
-    "another tokenizer": (conversations(4), MARKED, 50),
-    "no tokenizer": (conversations(4), "", 128),
+    "nothing to learn": ([talk("u:a")] * 3, MARKED, 128), "one example": (conversations(1), MARKED, 128),
+    "another tokenizer": (conversations(4), MARKED, 50), "no tokenizer": (conversations(4), "", 128),
     "no template": (conversations(5), None, 128),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNUSABLE)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.units import GIB
 from shardmake.doctor.gpu_report import GpuReport
 from shardmake.memory import closed_form, host, states
@@ -152,3 +153,16 @@ def test_a_rank_gathers_its_experts_alone_and_keeps_the_same_part_of_all() -> No
         closed_form.phases(case, BUCKETS, closed_form.NOTHING)[first]["gathered weights"] for case in (whole, spread)
     ]
     assert gathered[0] - gathered[1] >= 2 * saved
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "fsdp-hybrid"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("gradients", ["bf16", "fp32"])
+def test_closed_form_and_simulation_agree(strategy: str, checkpointing: bool, gradients: str) -> None:
+    if gradients == "fp32" and not STRATEGY_SPECS[strategy].accumulates_in_fp32:
+        gradients = "bf16"  # no plan has it otherwise
+    case = scenario(strategy=strategy, checkpointing=checkpointing, gradient_dtype=gradients, accumulation=2)
+    simulated = gpu_memory(case, BUCKETS)
+    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case)).gpu
+    assert scanned.allocated == pytest.approx(simulated.allocated, rel=0.08)
+    assert simulated.allocated <= simulated.reserved <= simulated.device
