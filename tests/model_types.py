@@ -129,7 +129,7 @@ def _small_whole(chosen: ModelClass, config: Any) -> Any:
     raise raised
 
 
-def in_this_process(_module: str, request: Any, *_: Any) -> Any:
+def in_this_process(module: str, request: Any, *_: Any, **_options: Any) -> Any:
     """Answer the merge's questions about a model here: a process for each imports transformers, which takes longer."""
     return json.loads(json.dumps(loading.answer(request)))
 
