@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from shardmake.config.models import Cluster, Run
+from shardmake.core.environment import unset_variable
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import plural
 from shardmake.launch.container import check_container
@@ -43,6 +44,8 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     if cluster.executor != "slurm":
         return
     check_container(cluster, [rundir.root], [run])
+    if unset := unset_variable(cluster.scratch):
+        logger.info("scratch: the jobs expand %s. %s is not set here.", cluster.scratch, unset)
     if cluster.slurm.driver == "job":
         folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
         _judge("the driver", run_slurm("sbatch", _TEST, stdin=batch_script(cluster, f"{PREFIX}NNN", folder)))
