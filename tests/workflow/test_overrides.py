@@ -44,7 +44,8 @@ def settings(checkout: Checkout) -> tuple[float, int]:
 def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files outside the clone, several files, single values, and the same settings under another name."""
     mine, extra = outside / "mine.yaml", outside / "extra.yaml"
-    extra.write_text(yaml.safe_dump({"runs": {"mine": {"learning_rate": 7e-4, "seed": 7}}}))
+    # Snakemake reads the prompt as 43200.
+    extra.write_text("runs: {mine: {learning_rate: 7.0e-4, seed: 7, evaluation: {prompts: [12:00:00]}}}")
     several = ("--configfile", str(mine), str(extra), "--config", "runs={mine: {learning_rate: 5.0e-4}}")
     assert "demo:" not in snakemake(checkout, *several), "the configuration of the clone is not merged in"
     assert settings(checkout) == (5e-4, 7)
@@ -52,7 +53,8 @@ def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypa
     assert plan["choice"]["processes_per_node"] == 1, "the cluster file is mine"
 
     assert "Nothing to be done" in snakemake(checkout, *several)
-    equal = write(outside / "equal.yaml", learning_rate=5e-4, seed=7)
+    evaluation = RUN["evaluation"] | {"prompts": ["12:00:00"]}
+    equal = write(outside / "equal.yaml", learning_rate=5e-4, seed=7, evaluation=evaluation)
     assert "Nothing to be done" in snakemake(checkout, "--configfile", str(equal))
 
     # A job of another invocation starts Snakemake again, after a file was damaged while it was in the queue.
