@@ -115,6 +115,13 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 """sbatch's letters, and a name that its help does not have."""
 
 
+OF_A_NODE: Final = {
+    "mem": "memory_gib_per_node",
+    **dict.fromkeys(("gpus_per_node", "nproc_per_node", "num_gpus"), "processes_per_node"),
+}
+"""Names of Slurm and the launchers for sizes of a node, which are keys of the cluster file."""
+
+
 def find_option(name: str) -> SlurmOption:
     """Return the row of an option as a person spells it, such as ``--mail_type``, ``-L`` or sbatch's abbreviations."""
     flag = name.lstrip("-").replace("_", "-")

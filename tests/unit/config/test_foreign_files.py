@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shardmake.config.foreign_files import TOOLS, TRL, recognize, translate
+from shardmake.config.foreign_files import TOOLS, TRL, recognize
 from shardmake.config.load import parse_config
+from shardmake.config.translate import translate
 from shardmake.core.errors import ConfigError
 from shardmake.render.lint import read_source
 
