@@ -38,6 +38,7 @@ from shardmake.core.permissions import share_tree
 from shardmake.core.secrets import redact
 from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
+from shardmake.launch.slurm_request import remove_options
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
 from shardmake.plan.refusals import refuse_before_fetch
@@ -138,6 +139,7 @@ def read_configuration():
         use_merged(write_merged(parsed, source))
     cluster = load_cluster(Path(parsed.cluster))
     if workflow.is_main_process:
+        remove_options(cluster, os.environ)
         check_executor(cluster, parsed.cluster, executor_of(options))
         check_until((options.until or ()) if options else (), parsed)
         if options and (lines := missing_options(options)):
