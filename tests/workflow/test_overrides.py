@@ -53,7 +53,8 @@ def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypa
     assert plan["choice"]["processes_per_node"] == 1, "the cluster file is mine"
 
     assert "Nothing to be done" in snakemake(checkout, *several)
-    equal = write(outside / "equal.yaml", learning_rate=5e-4, seed=7, evaluation={"prompts": ["12:00:00"]})
+    evaluation = RUN["evaluation"] | {"prompts": ["12:00:00"]}
+    equal = write(outside / "equal.yaml", learning_rate=5e-4, seed=7, evaluation=evaluation)
     assert "Nothing to be done" in snakemake(checkout, "--configfile", str(equal))
 
     # A job of another invocation starts Snakemake again, after a file was damaged while it was in the queue.

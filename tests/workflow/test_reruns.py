@@ -56,6 +56,7 @@ def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> No
         {"memory_gib_per_node": 5, "hang_seconds": 900, "trainings_per_user": 9, "max_nodes": 2}, strategy="zero2",
         checkpoints={"every_steps": 3, "keep": 3, "keep_best": True, "asynchronous": True}, report_to=["tensorboard"],
         eval_every_steps=2, micro_batch_size=1, evaluation={**RUN["evaluation"], "batch_tokens": 1024},
+        model="./resources/demo/base", data={"train": "resources//demo/train.jsonl", "eval": "./resources/demo/eval.jsonl"},
     )  # fmt: skip
     with (edited.root / "config/config.yaml").open("a") as file:
         file.write("# a comment\n")
