@@ -1,7 +1,7 @@
 """One process imports the libraries once, and the ranks of every training are forked from it.
 
 `ForkServer` is the handle; the rest runs in the process behind it. A rank is `shardmake.train`, or a function of a test,
-in the environment that `accelerate launch` sets. A launched program records that environment once per strategy.
+in the environment that `accelerate launch` sets, which is recorded once per strategy. The launcher is forked too.
 """
 
 import gc
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from importlib import import_module
@@ -22,6 +23,8 @@ WRITE_ENVIRONMENT = (
     "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', '0'), 'w'))"
 )
 """A program that writes the environment of each rank to a file."""
+OPTIONS = "options.json"
+"""The file with the options of the launcher."""
 _TIMEOUT_SECONDS = 300
 """After that time a training is killed."""
 
@@ -58,6 +61,15 @@ class ForkServer:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return list(json.loads(self.process.stdout.readline()))
 
+    def launched_environment(self, command: list[str]) -> dict[str, str]:
+        """Return the variables that the launcher in ``command`` sets to the same value for all its ranks."""
+        options = command[command.index("--config_file") : command.index("-m", command.index("--config_file"))]
+        with tempfile.TemporaryDirectory() as name:
+            (folder := Path(name)).joinpath(OPTIONS).write_text(json.dumps(options))
+            codes = self.run(folder, {}, 1, program=f"{__name__}:launch")
+            assert codes == [0], (folder / "node-0.log").read_text()
+            return set_by_launcher(json.loads((folder / "environment-0").read_text()))
+
     def close(self) -> None:
         assert self.process.stdin
         self.process.stdin.close()
@@ -71,13 +83,20 @@ def rank_environment() -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **quiet}
 
 
-def launched_environment(command: list[str], folder: Path) -> dict[str, str]:
-    """Return the variables that the launcher in ``command`` sets to the same value for all its ranks."""
-    start = command.index("-m", command.index("--num_cpu_threads_per_process"))
-    probe = folder / "environment.py"
-    probe.write_text(WRITE_ENVIRONMENT)
-    subprocess.run([*command[:start], str(probe), str(folder / "environment-")], check=True, env=rank_environment())
-    return set_by_launcher(json.loads((folder / "environment-0").read_text()))
+def launch(folder: Path, rank: int) -> None:
+    """Let the real `accelerate launch` start ranks, each of which writes its environment to ``environment-N``."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    forget_ranks()
+    options = json.loads((folder / OPTIONS).read_text())
+    (program := folder / "environment.py").write_text(WRITE_ENVIRONMENT)
+    launch_command(launch_command_parser().parse_args([*options, str(program), str(folder / "environment-")]))
+
+
+def forget_ranks() -> None:
+    """Remove the variables of a rank."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
 
 
 def set_by_launcher(found: dict[str, str]) -> dict[str, str]:
@@ -106,8 +125,10 @@ def _serve() -> None:
 
 def _import_libraries() -> None:
     """Import and compute what every rank needs and what does not depend on the training."""
+    import accelerate.commands.launch  # noqa: F401
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    import torch.distributed.checkpoint.state_dict  # noqa: F401
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.run  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

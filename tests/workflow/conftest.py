@@ -64,7 +64,7 @@ def variant_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Forked]:
     """Trainings that start within a second, because their ranks are forked from a process with all imports."""
-    checkout = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs)
+    checkout = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs).evaluate_few()
     checkout("shardmake", "data", "demo")
     server = ForkServer()
     yield Forked(checkout, server)

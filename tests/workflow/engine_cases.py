@@ -19,8 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.train.script_hooks import default_to_gloo
-from tests import fsdp_on_cpu
-from tests.fork_server import WRITE_ENVIRONMENT
+from tests import fork_server, fsdp_on_cpu
 from tests.settings_cases import DEEPSPEED_FILE
 
 VOCABULARY, ROWS, LENGTH = 64, 512, 8
@@ -48,24 +47,15 @@ class Built:
 
 
 def launch(folder: Path, rank: int) -> None:
-    """Let the real `accelerate launch` start ranks, each of which writes its environment to ``environment-N``."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    forget_ranks()
+    """Launch ranks with the case's files, each of which writes its environment to ``environment-N``."""
     settings = read_case(folder)
-    (folder / "environment.py").write_text(WRITE_ENVIRONMENT)
     (folder / "accelerate.json").write_text(json.dumps(settings.accelerate))
     flags = [str(folder / flag) if flag == DEEPSPEED_FILE else flag for flag in settings.flags]
     if settings.deepspeed is not None:
         (folder / DEEPSPEED_FILE).write_text(json.dumps(settings.deepspeed))
     options = ["--config_file", str(folder / "accelerate.json"), *flags, "--num_cpu_threads_per_process", "1"]
-    program = [str(folder / "environment.py"), str(folder / "environment-")]
-    launch_command(launch_command_parser().parse_args([*options, "--main_process_port", "0", *program]))
-
-
-def forget_ranks() -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    (folder / fork_server.OPTIONS).write_text(json.dumps([*options, "--main_process_port", "0"]))
+    fork_server.launch(folder, rank)
 
 
 def read_case(folder: Path) -> SimpleNamespace:
@@ -77,7 +67,7 @@ def run_rank(folder: Path, rank: int) -> None:
     settings = read_case(folder)
     leave_collectives_to_gloo()
     if os.environ["WORLD_SIZE"] == "1":
-        forget_ranks()  # as in a program that no launcher starts
+        fork_server.forget_ranks()  # as in a program that no launcher starts
     elif settings.on_cpu:
         fsdp_on_cpu.undo()
     else:

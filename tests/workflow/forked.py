@@ -35,7 +35,7 @@ from shardmake.run.attempt import AttemptDir, NodeExit
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import TrainingSettings
-from tests.fork_server import ForkServer, free_port, launched_environment
+from tests.fork_server import ForkServer, free_port
 from tests.workflow.checkout import Checkout
 
 Planned = tuple[Plan, Run, Cluster]
@@ -135,7 +135,7 @@ class Forked:
         key = (plan.choice.model_dump_json(), plan.precision)
         if key not in self.environments:
             command = launch_command(plan, folder.root, 0, "127.0.0.1", free_port())
-            self.environments[key] = launched_environment(command, folder.root)
+            self.environments[key] = self.server.launched_environment(command)
         return self.environments[key]
 
     def resume(self, rundir: RunDir, planned: Planned, **options: Any) -> tuple[list[int], CheckpointRecord | None]:

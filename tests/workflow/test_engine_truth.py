@@ -27,7 +27,7 @@ Train = Callable[[Settings], list[Found]]
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     """Train with given settings and return what each rank found; ranks are forked from one process."""
-    server = ForkServer(PROGRAM, "accelerate.commands.launch", "torch.distributed.run")
+    server = ForkServer(PROGRAM)
 
     def run(settings: Settings) -> list[Found]:
         folder = tmp_path_factory.mktemp("case")
