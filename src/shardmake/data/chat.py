@@ -114,8 +114,9 @@ class ChatTemplate:
         if isinstance(shape, BadRowError) and (real := in_real_words(shape, pieces)):
             raise real
         conversation = _Conversation(self._adapted(messages), tools, arguments, pieces)
-        filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None
-        return filled or analyse(conversation).examples
+        if isinstance(shape, BadRowError) or any(map(self._begins_as_prompt, pieces)):
+            return analyse(conversation).examples
+        return self._filled(shape, conversation) or analyse(conversation).examples
 
     def _filled(self, shape: _Shape, conversation: _Conversation) -> list[Rendered] | None:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
@@ -171,14 +172,15 @@ class ChatTemplate:
             if not any(piece.message == index for piece in conversation.pieces):
                 start = self._place_of_text(conversation, index, whole, count)
             if context is None:
-                found = whole.rfind(prompt, floor, start) if prompt else -1
-                start = start if found < 0 else found + len(prompt)
+                start = self._start_without_prompt(conversation, index, whole, (floor, start))
             else:
                 after = seam(context, whole, (floor, start), prompt, self._marks)
                 self._warn_of_open(prompt, whole[floor:start], whole[after:start])
                 text, start = context + whole[after:], len(context)
                 checks.append((index, True, context))
-        end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
+        is_begun = any(self._begins_as_prompt(piece) for piece in conversation.pieces if piece.message == index)
+        begin = text.rfind(self._opening, 0, start) if is_begun else start
+        end = self._locate(text, conversation, index + 1, {index}, begin)[index][1]
         self._check_thought(text, conversation, index, start - len(prompt if context else ""), start)
         end = max(start, end)
         stop, mark = self._ends.search(text, end), self._marks.search(prompt)
@@ -196,6 +198,21 @@ class ChatTemplate:
         shown = conversation.messages[:count]
         shown[index : index + 1] = self._adapted([{**shown[index], "content": placeholder(_NEXT)}])
         return common_length(whole, self._render(conversation, shown))
+
+    def _start_without_prompt(self, conversation: _Conversation, index: int, whole: str, between: Span) -> int:
+        """Return where message ``index`` begins in ``whole`` if the template has no generation prompt for it.
+
+        It is after the header of an answer, or after the messages before it if no header follows there.
+        """
+        floor, start = between
+        if self._header and (found := whole.rfind(self._header, floor, start)) >= 0:
+            return found + len(self._header)
+        with suppress(BadRowError):
+            before = self._render(conversation, conversation.messages[:index], header=True) if index else ""
+            mark = self._marks.search(self._header)
+            if before and whole.startswith(before) and not (mark and mark[0] in whole[len(before) : start]):
+                return len(before)
+        return start
 
     def _warn_of_open(self, prompt: str, header: str, rest: str) -> None:
         """Log a warning once if the ``prompt`` of generation opens what ``header`` lacks and ``rest`` does not end."""
@@ -339,6 +356,18 @@ class ChatTemplate:
         """The generation prompt; empty if there is none."""
         with suppress(BadRowError):
             return self._prompted(None, self._adapted([_asked(0)]))[1]
+        return ""
+
+    def _begins_as_prompt(self, piece: Piece) -> bool:
+        """Return True if the template may leave out the mark with which the text of ``piece`` begins."""
+        return bool(self._opening) and piece.text.startswith(self._opening)
+
+    @cached_property
+    def _opening(self) -> str:
+        """The mark that is the last text before an answer, if one is."""
+        with suppress(BadRowError):
+            before = self._render(None, self._adapted([_asked(0)]), header=True).rstrip()
+            return next((mark for mark in self._marks.findall(before)[-1:] if before.endswith(mark)), "")
         return ""
 
     @cached_property

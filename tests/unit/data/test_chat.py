@@ -83,6 +83,12 @@ BY_ID = loop(  # the name of a call is in its id, and that of a result in the ca
     "{% if m.role == 'tool' %}{{ (messages | map(attribute='tool_calls', default=[]) | sum(start=[]) "
     "| selectattr('id', 'equalto', m.tool_call_id) | first).function.name }}:{% endif %}{{ m.content }}</s>"
 )
+NO_SECOND_HEADER = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}</s>{% else %}{% if not loop.first and "
+    "messages[loop.index0 - 1].role == 'user' %}<assistant>{% endif %}{{ '(' ~ m.tool_calls[0].function.name ~ ')' if "
+    "m.tool_calls else m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role == 'user' %}<assistant>{% endif %}"
+)
 CLOCK = "<system>{{ strftime_now('%Y') }}</s>" + PLAIN
 SWITCH = loop(MESSAGE, "{% if think %}T{% endif %}")
 EVERYTHING = "{{ tools | tojson }}{{ more | tojson }}" + CALLS.replace(
@@ -116,6 +122,13 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("empty thoughts", OPENS, talk("u:a", "a:b"), ["<user>a</s><assistant>T[/b</s>]"]),
     ("only the last answer ends", ENDS_LAST, talk("u:a", "a:b", "a:c"),
      ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]"]),
+    ("a call that follows without a header", NO_SECOND_HEADER, talk("u:a", "a:b", NAMED, "u:c", NAMED),
+     ["<user>a</s><assistant>[b</s>(f)</s>]<user>c</s><assistant>[(f)</s>]"]),
+    ("a text that begins as the prompt ends", loop(MESSAGE, "<think>"), talk("u:a", "a:<think>z", "u:c", "a:<think>z"),
+     ["<user>a</s><assistant><think>[z</s>]<user>c</s><assistant><think>[z</s>]"]),
+    ("a text that begins as each question ends", loop("{% if m.role == 'user' %}<user>{{ m.content }}</s><assistant>"
+     "<think>{% else %}{{ m.content.removeprefix('<think>') }}</s>{% endif %}").partition("{% if add_gen")[0],
+     talk("u:a", "a:<think>z</think>b</think>c"), ["<user>a</s><assistant><think>[z</think>b</think>c</s>]"]),
     ("an empty answer of which only the last ends", ENDS_LAST, talk("u:a", "a:b", "a:"),
      ["<user>a</s><assistant>[b</s>]<assistant>[</s>]"]),
     ("thoughts that history lacks", OPENS_NO_MORE, talk("u:a", "a:b", "u:c", "a:d"),
