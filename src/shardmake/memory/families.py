@@ -26,7 +26,7 @@ class Family(Style):
     """Its name in transformers' classes."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of its transformers config class where they differ from Llama's."""
-    biases: tuple[str | bool, str | bool, str] = ("attention_bias", "attention_bias", "mlp_bias")
+    biases: tuple[str | bool, str | bool, str] = ("attention_bias", "attention_bias", "")
     """Keys of the config that give a bias to queries, keys and values, to the output of attention, and to the MLP."""
     full_every: int = 0
     """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them.
@@ -65,7 +65,8 @@ _AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _BOTH_SIDES = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )  # fmt: skip
-_BIASES = ("attention_bias", "attention_bias", "")
+_MLP_BIAS = ("attention_bias", "attention_bias", "mlp_bias")
+_NO_BIAS = (False, False, "")
 _GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _GEMMA: dict[str, Any] = {"wide_norm": True, "scaled_embedding": True}
 _GEMMA2: dict[str, Any] = {**_GEMMA, "norms": _BOTH_SIDES, "always_two_masks": True}
@@ -73,7 +74,7 @@ _PLAIN_EXPERTS = dict.fromkeys(("output_router_logits", "router_jitter_noise"))
 NOT_TAKEN = "does not take the attention functions that others register"
 """Why a class cannot train with varlen, which is the rest of a sentence about it."""
 _HYBRID: dict[str, Any] = {
-    "biases": _BIASES, "wide_norm": True, "qk_norm": "head", "joins_rotated": True, "gates": True,
+    "wide_norm": True, "qk_norm": "head", "joins_rotated": True, "gates": True,
     "full_every": 4, "layer_sizes": hybrid, "kernels": ("flash", "sdpa", "eager"), "mixing": ("sdpa", "eager"),
     "varlen_limit": NOT_TAKEN,
 }  # fmt: skip
@@ -104,9 +105,9 @@ def _hybrid(kv_heads: int, **more: Any) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("Llama", all_levers=True),
-    "mistral": Family("Mistral", _defaults(8), all_levers=True),
-    "qwen2": Family("Qwen2", _defaults(32), (True, False, "mlp_bias"), all_levers=True),
+    "llama": Family("Llama", {}, _MLP_BIAS, all_levers=True),
+    "mistral": Family("Mistral", _defaults(8), _NO_BIAS, all_levers=True),
+    "qwen2": Family("Qwen2", _defaults(32), (True, False, ""), all_levers=True),
     "qwen3": Family("Qwen3", _defaults(32, 128), qk_norm="head", all_levers=True),
     "gemma": Family("Gemma", _tied(16, 256), **_GEMMA, all_levers=True),
     "gemma2": Family(
@@ -123,21 +124,23 @@ FAMILIES: dict[str, Family] = {
             4, 256, num_attention_heads=8, vocab_size=262_144, max_position_embeddings=131_072, global_head_dim=512,
             hidden_size_per_layer_input=256,
         ),
-        _BIASES, **_GEMMA2, qk_norm="head", full_every=6, layer_sizes=gemma4,
+        **_GEMMA2, qk_norm="head", full_every=6, layer_sizes=gemma4,
         value_norm=True, layer_scalar=True, layer="TextDecoderLayer", last_is_full=True,
         plain={"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "sliding_window_pattern": 6}
         | dict.fromkeys(("num_kv_shared_layers", "enable_moe_block", "per_layer_config")),
     ),
-    "granite": Family("Granite", scaled_branches=True),
-    "ministral": Family("Ministral", _defaults(8), always_two_masks=True),
+    "granite": Family("Granite", {}, _MLP_BIAS, scaled_branches=True),
+    "ministral": Family("Ministral", _defaults(8), _NO_BIAS, always_two_masks=True),
     "olmo2": Family("Olmo2", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True),
     "olmo3": Family(
         "Olmo3", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True, full_every=4, table_of_each_kind=True,
         always_two_masks=True,
     ),
-    "exaone4": Family("Exaone4", _defaults(32), qk_norm="head", norms=_AFTER, full_every=4, rotates="windows"),
-    "smollm3": Family("SmolLM3", _tied(4), rotates="some"),
-    "phi3": Family("Phi3", {}, (False, False, ""), fused=("qkv", "gate"), joins_rotated=True, plain={"resid_pdrop": 0}),
+    "exaone4": Family(
+        "Exaone4", _defaults(32), _NO_BIAS, qk_norm="head", norms=_AFTER, full_every=4, rotates="windows"
+    ),
+    "smollm3": Family("SmolLM3", _tied(4), _MLP_BIAS, rotates="some"),
+    "phi3": Family("Phi3", {}, _NO_BIAS, fused=("qkv", "gate"), joins_rotated=True, plain={"resid_pdrop": 0}),
     "glm4": Family(
         "Glm4", _defaults(2, 128, attention_bias=True, partial_rotary_factor=0.5), ("attention_bias", False, ""),
         fused=("gate",), joins_rotated=True, interleaved=True, norms=_GLM,
@@ -148,7 +151,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", "attention_out_bias", "mlp_bias"),
     ),
     "mixtral": Family(
-        "Mixtral", _defaults(8, num_local_experts=8, num_experts_per_tok=2), (False, False, ""),
+        "Mixtral", _defaults(8, num_local_experts=8, num_experts_per_tok=2), _NO_BIAS,
         experts="softmax first", expert_width="intermediate_size", wide_routing=True, plain=_PLAIN_EXPERTS,
     ),
     "qwen3_moe": Family(
@@ -164,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", False, ""), qk_norm="head", joins_rotated=True, experts="sigmoid", plain=_PLAIN_EXPERTS,
     ),
     "dots1": Family(
-        "Dots1", _defaults(32), _BIASES, qk_norm="head", full_every=1, experts="sigmoid",
+        "Dots1", _defaults(32), qk_norm="head", full_every=1, experts="sigmoid",
         plain={**_PLAIN_EXPERTS, "sliding_window": None},
     ),
     "deepseek_v3": Family(
@@ -173,7 +176,7 @@ FAMILIES: dict[str, Family] = {
             n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
             first_k_dense_replace=3, intermediate_size=18_432, num_attention_heads=128,
         ),
-        _BIASES, experts="sigmoid", plain=_PLAIN_EXPERTS,
+        experts="sigmoid", plain=_PLAIN_EXPERTS,
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLite",
@@ -181,9 +184,9 @@ FAMILIES: dict[str, Family] = {
             q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
             moe_intermediate_size=1536, n_shared_experts=1,
         ),
-        _BIASES, experts="sigmoid", plain=_PLAIN_EXPERTS, lists_dense=True,
+        experts="sigmoid", plain=_PLAIN_EXPERTS, lists_dense=True,
     ),
-    "youtu": Family("Youtu", _LATENT | {"tie_word_embeddings": True}, _BIASES),
+    "youtu": Family("Youtu", _LATENT | {"tie_word_embeddings": True}),
     "gpt_oss": Family(
         "GptOss",
         _defaults(
@@ -309,14 +312,15 @@ def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
         return False
     layers, dense = values["num_hidden_layers"], _dense(family, values)
     listed = values.get("mlp_layer_types") if family.lists_dense else None
-    in_order = isinstance(dense, int) and listed in (None, ["dense"] * dense + ["sparse"] * (layers - dense))
-    return in_order and layers <= MOST_LAYERS
+    if layers > MOST_LAYERS or not isinstance(dense, int):
+        return False
+    return listed is None or listed == ["dense"] * dense + ["sparse"] * (layers - dense)
 
 
 def _dense(family: Family, values: Mapping[str, Any]) -> Any:
     """Return the number of first layers without experts."""
     if not family.lists_dense:
-        return values.get("first_k_dense_replace", 0)
+        return values.get("first_k_dense_replace", 0) if family.experts == "sigmoid" else 0
     listed = values.get("mlp_layer_types")
     return listed.count("dense") if isinstance(listed, list) else 1
 

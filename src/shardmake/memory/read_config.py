@@ -138,6 +138,10 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
         largest = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_SIZE
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
             raise _wrong(source, field, value, f"a whole number from 1 to {largest:,}")
+    text = config.get("text_config")
+    layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise _wrong(source, "num_hidden_layers of text_config", layers, f"at most {MOST_LAYERS:,}")
     _check_types(config, source)
     _check_sizes(config, source)
     code = config.get("auto_map")
@@ -197,7 +201,7 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     family = FAMILIES.get(config["model_type"])
     for names in [(one,) for one in SIZE_FIELDS if one not in family.defaults] if family else SIZE_NAMES:
         if all(config.get(name) is None for name in names):
-            if _is_known_to_transformers(config["model_type"]):
+            if family is None and _is_known_to_transformers(config["model_type"]):
                 causal_class(config["model_type"], source)  # a model of images or sounds has other sizes
             raise ModelError(f"{source}: {' or '.join(names)} is missing. Use the complete config.json of the model.")
     padding, words = config.get("pad_token_id"), config.get("vocab_size")

@@ -76,10 +76,15 @@ VARIANTS = [
 ]
 
 
+OF_SOME = {"attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 1}
+"""Keys that some classes read, and others ignore."""
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("classifier", [False, True])
-def test_families_match_what_transformers_builds(variant: dict, classifier: bool) -> None:
-    causal = from_config({key: value for key, value in {**SIZES, **variant}.items() if value is not ...})
+@pytest.mark.parametrize(("classifier", "more"), [(False, {}), (True, {}), (False, OF_SOME)], ids=str)
+def test_families_match_what_transformers_builds(variant: dict, classifier: bool, more: dict) -> None:
+    text = {"text_config": {**more, **variant["text_config"]}} if "text_config" in variant else {}
+    causal = from_config({k: v for k, v in {**SIZES, **more, **variant, **text}.items() if v is not ...})
     if classifier and not causal.has_all_levers:
         return
     written = as_classifier(causal) if classifier else causal

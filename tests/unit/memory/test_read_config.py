@@ -46,6 +46,8 @@ BAD = [
     ({"hidden_size": [64]}, r"hidden_size is \[64\]"), ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0"), ({"head_dim": "x"}, "head_dim is 'x'"),
     ({"hidden_size": 10**15}, "from 1 to 2,147,483,647"), ({"num_hidden_layers": 10**7}, "from 1 to 10,000"),
+    ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 10**12}},
+     r"num_hidden_layers of text_config is 1000000000000\. It must be at most 10,000"),
     ({"max_position_embeddings": float("nan")}, "max_position_embeddings is nan"),
     ({"sliding_window": "abc"}, "sliding_window is 'abc'. It must be a whole number"),
     ({"sliding_window": True}, "sliding_window is True"),
