@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.config.settings import SETTINGS, Setting
-from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.disk import remove_swap_files, swap_folder
 from shardmake.core.errors import ConfigError
 from shardmake.memory.buckets import param_buffer_size
@@ -154,31 +153,6 @@ choices = drawn_choices()
 clusters = st.builds(
     make_cluster, accelerator=st.sampled_from(["cpu", "a100-80gb"]), memory_gib_per_node=st.floats(2.0, 4096.0)
 )
-
-
-@given(choice=choices, cluster=clusters, hidden=st.integers(8, 16384))
-def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster, hidden: int) -> None:
-    plan = make_plan("ddp").model_copy(update={"choice": choice})
-    run = make_run(global_batch_size=choice.global_batch_size)
-    model = make_model(hidden_size=hidden * 4)
-    files = render_files(plan, run, cluster, model, FOLDER)
-    arguments, expected = files.training.arguments, files.training.expected.as_json()
-    assert files.accelerate["num_processes"] == expected["world_size"] == choice.world_size
-    assert files.accelerate["distributed_type"] == STRATEGY_SPECS[choice.strategy].distributed_type
-    assert arguments["per_device_train_batch_size"] == choice.micro_batch_size
-    assert bool(files.deepspeed) == (expected["engine"] == "deepspeed")
-    if files.deepspeed:
-        assert files.deepspeed.get("tensor_parallel", {"autotp_size": 1}) == {"autotp_size": choice.tensor_parallel}
-        assert files.deepspeed["train_micro_batch_size_per_gpu"] == arguments["per_device_train_batch_size"]
-        assert files.deepspeed["gradient_accumulation_steps"] == arguments["gradient_accumulation_steps"]
-        assert files.deepspeed["gradient_clipping"] == arguments["max_grad_norm"]
-        assert files.deepspeed["bf16"]["enabled"] == arguments["bf16"]
-        assert files.deepspeed["zero_optimization"]["stage"] == expected["zero_stage"]
-    if choice.is_fsdp:
-        launched = files.accelerate["fsdp_config"]
-        assert launched["fsdp_activation_checkpointing"] == choice.gradient_checkpointing
-        assert launched["fsdp_version"] == arguments["fsdp_config"]["version"] == expected["fsdp_version"]
-    assert TrainingSettings.model_validate_json(files.training.model_dump_json()) == files.training
 
 
 @given(choice=choices, cluster=clusters, hidden=st.integers(8, 16384))
