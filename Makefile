@@ -11,6 +11,11 @@ EXTRA := not nvme and not trackers and not two_users and not faults and not swee
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip compiles on one core, `compileall` on all. Some files of packages are templates, which do not compile.
+export PIP_COMPILE := 0
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+# An image may set it; then every process would compile these sources again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
         test-install test-two-users test-faults test-sweep test-objectives test-families test-models test-tokenizers test-gpu-kit gpu-kit gpu-check docs site clean
@@ -43,6 +48,7 @@ CUDA := $(if $(findstring /,$(CUDA)),,$(CUDA))
 	PYTHONPATH=src $(BIN)/python -m tools.install_torch $(CUDA)
 	$(BIN)/pip install -q setuptools wheel
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".$$(PYTHONPATH=src $(BIN)/python -m tools.install_torch extras)"
+	$(COMPILE)
 	touch $@
 
 .PHONY: always
@@ -53,6 +59,7 @@ install-test: .venv/installed-test
 .venv/installed-test: .venv/installed
 	PYTHON=$(PYTHON) envs/system.sh test
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	$(COMPILE)
 	touch $@
 
 # Style, types, import contracts, words, workflow lint: seconds, and nothing is started.

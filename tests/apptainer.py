@@ -56,7 +56,6 @@ def parse(words: list[str]) -> tuple[list[str], str, Path, list[str]]:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    """Call mount(2)."""
     if LIBC.mount(source.encode(), target.encode(), kind.encode() if kind else None, flags, None):
         fail(f"while mounting {source} at {target}: {os.strerror(ctypes.get_errno())}")
 
@@ -76,7 +75,6 @@ def bind(source: Path, target: Path, *, read_only: bool = False) -> None:
 
 
 def protect(target: Path) -> None:
-    """Make a mount read-only."""
     kept = sum(flag for found, flag in LOCKED.items() if os.statvfs(target).f_flag & found)
     mount("none", str(target), None, MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
 
@@ -134,7 +132,6 @@ def enter(image: Path, binds: list[str], workdir: str) -> None:
 
 
 def main() -> None:
-    """Run the command in the container."""
     binds, workdir, image, command = parse(sys.argv[1:])
     enter(image, binds, workdir)
     inherited = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}

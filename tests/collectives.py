@@ -156,7 +156,6 @@ def _is_collective(function: ast.expr) -> bool:
 
 
 def page(calls: dict[Strategy, set[Call]]) -> str:
-    """Return the page for the calls of each strategy."""
     lines = [
         "# Collectives that Shardmake adds",
         "",

@@ -31,7 +31,6 @@ COMPOSITES = tuple(_COMPOSITES)
 
 
 def composite_config(model_type: str) -> PreTrainedConfig:
-    """Return the tiny config of ``model_type``."""
     return AutoConfig.for_model(model_type, **_COMPOSITES[model_type])
 
 

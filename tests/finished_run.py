@@ -135,13 +135,12 @@ def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
 
 def make_plan() -> Plan:
     update = {
-        "run": "chat",
-        "workload": _PLAN.workload.model_copy(update={"model": "lab/base", "sequence_length": 256}),
+        "run": "chat", "workload": _PLAN.workload.model_copy(update={"model": "lab/base", "sequence_length": 256}),
         "reason": "zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
         "rejected": {"ddp": "needs 52 GiB"},
         "fallbacks": [plan.Fallback(choice=_PLAN.choice, host_memory=4 << 30, memory_gib=5)],
         "resources": {"train": plan.Resources(memory_gib=8, cpus=2)},
-    }
+    }  # fmt: skip
     return _PLAN.model_copy(update=update)
 
 
@@ -158,9 +157,10 @@ MEMORY = plan.MemoryEstimates(
     host_memory=64 << 30, candidates=[_CANDIDATE],
 )  # fmt: skip
 SETTINGS = TrainingSettings(
-    model=training_settings.BaseModelSettings(path="base", revision=None, trust_remote_code=False,
-        model_class=_PLAN.workload.model_class, dtype="bfloat16", attention="sdpa", gradient_checkpointing=False,
-        on_gpu=False),
+    model=training_settings.BaseModelSettings(
+        path="base", revision=None, trust_remote_code=False, model_class=_PLAN.workload.model_class, dtype="bfloat16",
+        attention="sdpa", gradient_checkpointing=False, on_gpu=False,
+    ),
     objective="sft", method=training_settings.FullMethod(),
     arguments={
         "max_steps": 60, "learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3,
@@ -168,8 +168,9 @@ SETTINGS = TrainingSettings(
         "max_grad_norm": 1.0, "seed": 42,
     },
     optimizer=None,
-    expected=Engine(engine="deepspeed", zero_stage=2, world_size=2, dtype="bfloat16", offload_optimizer=None,
-        offload_param=None),
+    expected=Engine(
+        engine="deepspeed", zero_stage=2, world_size=2, dtype="bfloat16", offload_optimizer=None, offload_param=None,
+    ),
     loss="plain",
     checkpoints=training_settings.CheckpointSettings(retention=training_settings.Retention(), mtbf_seconds=None),
     program=training_settings.TrainerProgram(),

@@ -59,7 +59,6 @@ class ForkServer:
         return list(json.loads(self.process.stdout.readline()))
 
     def close(self) -> None:
-        """End the process."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(timeout=60)
@@ -91,7 +90,6 @@ def set_by_launcher(found: dict[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

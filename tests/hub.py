@@ -41,8 +41,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply to the client."""
-
     status: int = 200
     value: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -95,7 +93,6 @@ class FakeHub:
         self.faults.append(Fault(re.compile(pattern), times, None, ""))
 
     def asked(self, pattern: str) -> list[str]:
-        """The requests so far that match."""
         return [request for request in self.requests if re.search(pattern, request)]
 
     def add(self, name: str, files: Mapping[str, bytes], *, private: bool = False, gated: bool = False) -> str:
@@ -104,12 +101,10 @@ class FakeHub:
         return self.repositories.setdefault(name, Repository(private, gated)).commit("main", blobs)
 
     def files(self, name: str, revision: str = "main") -> dict[str, Blob]:
-        """The content of a repository."""
         repository = self.repositories[name]
         return repository.commits[repository.refs[revision]]
 
     def content(self, name: str, path: str, revision: str = "main") -> bytes:
-        """The bytes of one file."""
         return self.object(self.files(name, revision)[path].sha256).read_bytes()
 
     def object(self, sha256: str) -> Path:

@@ -12,8 +12,6 @@ LFS_SIZE = 1_000_000
 
 @dataclass(frozen=True)
 class Blob:
-    """One file of a repository."""
-
     size: int
     sha256: str
     oid: str

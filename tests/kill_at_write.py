@@ -38,7 +38,6 @@ class Killer:
         self.lock = threading.RLock()  # several threads sync files
 
     def install(self) -> None:
-        """Start to count writes."""
         self._save, self._fsync = torch.save, os.fsync
         torch.save = torch.serialization.save = self.save  # type: ignore[assignment]
         os.fsync = self.fsync  # type: ignore[assignment]
@@ -68,7 +67,6 @@ class Killer:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Handle an event of Python's audit hook."""
         if event == "open" and not isinstance(arguments[0], int) and (arguments[2] or 0) & _WRITING:
             path = os.fsdecode(arguments[0])
             if path.startswith(self.folder) and self.count("open", path):
@@ -80,7 +78,6 @@ class Killer:
                 self.count(event, path)
 
     def fsync(self, descriptor: int) -> None:
-        """Stand in for `os.fsync`."""
         path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         if path.startswith(self.folder):
             self.count("fsync", path)

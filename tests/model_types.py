@@ -19,7 +19,6 @@ from transformers.utils import logging
 from shardmake.consolidate import loading
 from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import ShardmakeError
-from shardmake.memory.families import FAMILIES
 from shardmake.memory.parameter_inventory import find_class, in_one_line, parse_config
 from shardmake.memory.read_config import float_or_object
 from shardmake.plan import inspect_model
@@ -75,8 +74,7 @@ def try_type(kind: str, folder: Path) -> Row:
     except Exception as error:  # a model's code may raise anything
         return {"refused": f"Its code raised {type(error).__name__}: {in_one_line(error)}"}
     row = {name: found[name] for name in ("model_class", "absent", "attention", "mixing")}
-    planned = "written down" if kind in FAMILIES else "traced"
-    return {**row, "planned": planned, "tested": _step_and_merge(chosen, config, folder)}
+    return {**row, "tested": _step_and_merge(chosen, config, folder)}
 
 
 def _step_and_merge(chosen: ModelClass, config: Any, folder: Path) -> str:

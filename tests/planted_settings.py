@@ -48,14 +48,12 @@ class Planted:
 
     @property
     def fault(self) -> Settings:
-        """Return the settings with the fault."""
         kept = {key: value for key, value in AUTO.items() if key not in self.dropped}
         file = None if self.deepspeed is None else kept | self.deepspeed
         return self._settings(ARGUMENTS | self.trainer, file, self.accelerate)
 
     @property
     def corrected(self) -> Settings:
-        """Return the settings without the fault."""
         file = None if self.deepspeed is None else AUTO | self.twin
         return self._settings(ARGUMENTS | self.trainer | self.twin_trainer, file, self.twin_accelerate)
 
@@ -71,12 +69,10 @@ def adamw(**parameters: Any) -> dict[str, Any]:
 
 
 def schedule(kind: str, **parameters: Any) -> dict[str, Any]:
-    """Return a scheduler section."""
     return {"scheduler": {"type": kind, "params": parameters}}
 
 
 def zero(stage: int | str, **section: Any) -> dict[str, Any]:
-    """Return the section of a ZeRO stage."""
     return {"zero_optimization": {"stage": stage, **section}}
 
 

@@ -56,7 +56,6 @@ def script(deepspeed: dict[str, Any], *, on_cpu: bool = False) -> Settings:
 
 
 def fsdp(config: dict[str, Any], file: dict[str, Any] | None = None) -> Settings:
-    """Return the settings of a Trainer with FSDP."""
     accelerate = FSDP | {"fsdp_config": {f"fsdp_{key}": value for key, value in (file or FSDP2).items()}}
     return trainer({"fsdp": True, "fsdp_config": config}, accelerate=accelerate)
 

@@ -114,7 +114,7 @@ GROUPS = {
         f"workflow/test_{name}": "forked"
         for name in (
             "added_tokens", "loop", "own_files", "rates", "reshard", "saving", "script_adapters",
-            "script_guard", "trackers",
+            "script_guard", "tensor_parallel_parts", "trackers",
         )
     },
     **{

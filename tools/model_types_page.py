@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardmake.memory import families
+from shardmake.memory.composites import COMPOSITES
 from tests.tiers import FAMILIES
 
 ROWS = Path(__file__).parents[1] / "tests/model_types.json"
@@ -69,10 +71,13 @@ def page() -> str:
     refused = [(kind, _title(row["refused"])) for kind, row in rows.items() if row.get("refused") is not None]
     towers = [(kind, ", ".join(row["absent"]).replace("model.", "")) for kind, row in trained]
     kernels = "Those in italics mix packed examples: with `packing`, the plan takes another one, or refuses."
+    sizes = "Of all other types, and of these with unusual values in config.json, the plan traces a training step."
+    known = {*families.FAMILIES, *COMPOSITES}
     names = "They take no memory, and the merge copies them from the base model. Names after `model.`, if they have it."
     return "\n".join([
         _HEADER,
         _table("Attention kernels", kernels, [(kind, _attention(row)) for kind, row in trained]),
+        _table("Memory", sizes, [(kind, "estimated without a trace" if kind in known else "") for kind, _ in trained]),
         _table("Towers that are not loaded", names, towers),
         _table("Problems", "", [(kind, _problem(row)) for kind, row in trained]),
         _table("Refused", "", refused),

@@ -94,8 +94,10 @@ def configure(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Configure logging for every command."""
+    """Configure logging for every command, and ignore the user's own filters and formats of Slurm's lists."""
     configure_logging(verbose=verbose, quiet=quiet)
+    for name in [name for name in os.environ if name.startswith(("SQUEUE_", "SINFO_", "SACCT_"))]:
+        del os.environ[name]
 
 
 def _read(files: list[Path]) -> tuple[Config, Cluster]:

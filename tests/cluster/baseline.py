@@ -24,8 +24,6 @@ caused: dict[str, float] = {}
 
 
 class BaselineRuns:
-    """Undisturbed trainings, each done once."""
-
     def __init__(self, run: FaultRun) -> None:
         self._run = run
         self._known: dict[str, Baseline] = {}
@@ -44,7 +42,6 @@ class BaselineRuns:
 
 
 def assert_equals_baseline(run: FaultRun, baseline: Baseline, tolerance: float = EXACT) -> None:
-    """Compare losses and weights with the baseline."""
     assert_equal((run.result(), run.weights()), baseline, tolerance)
 
 

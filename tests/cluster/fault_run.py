@@ -173,11 +173,9 @@ class FaultRun:
     def configure(self, strategy: str, ranks_per_node: int = 1, **changes: Any) -> None:
         """Plan and render the run with ``strategy`` on two nodes, unless it is configured so already."""
         run: dict[str, Any] = {
-            "strategy": strategy,
-            "max_steps": self.steps,
-            "checkpoints": {"every_steps": self.every},
+            "strategy": strategy, "max_steps": self.steps, "checkpoints": {"every_steps": self.every},
             "eval_every_steps": "never",
-        } | changes
+        } | changes  # fmt: skip
         wanted = run | {"ranks_per_node": ranks_per_node}
         if wanted == self.configured:
             return
@@ -224,12 +222,10 @@ class FaultRun:
         return self.cluster.popen(command, cwd=self.checkout.root, env=self.environment, stdout=log)
 
     def wait(self, timeout: float = 900) -> int:
-        """Return the driver's exit status."""
         assert self.driver
         return self.driver.wait(timeout)
 
     def log(self) -> str:
-        """Return the output of all drivers."""
         return (self.checkout.root / "driver.log").read_text()
 
     def order(self, what: str, details: str = "now") -> None:
@@ -250,7 +246,6 @@ class FaultRun:
         self.order(f"killer-{rank}", json.dumps(order))
 
     def writes(self) -> str:
-        """Return the writes of that rank."""
         log = self.checkout.root / "writes.log"
         return log.read_text() if log.exists() else ""
 
@@ -259,7 +254,6 @@ class FaultRun:
         self.expected.append(pattern)
 
     def remove_training(self) -> None:
-        """Remove everything of the training."""
         self.expected.clear()
         if (self.checkout.run / "train").exists():
             shutil.rmtree(self.checkout.run / "train")
@@ -268,12 +262,10 @@ class FaultRun:
         (self.checkout.root / "driver.log").unlink(missing_ok=True)
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the attempts that have ended."""
         path = self.checkout.run / "train/attempts/index.json"
         return json.loads(path.read_text()) if path.exists() else []
 
     def ends(self) -> list[str]:
-        """Return why they ended."""
         return [record["end"] for record in self.history()]
 
     def wait_for_ends(self, count: int, what: str, spare: Collection[str] = ()) -> None:
@@ -288,22 +280,18 @@ class FaultRun:
             raise ClusterError(f"{error}\n--- drivers\n{self.log()}\n{self.history()}") from None
 
     def job_ids(self) -> set[str]:
-        """Return the run's jobs that Slurm still lists."""
         return {job.id for job in self.checkout.training_jobs()}
 
     def job(self) -> str:
-        """Return the id of the running job."""
         (job,) = [job.id for job in self.checkout.training_jobs() if job.state == "RUNNING"]
         return job
 
     # ---- the training -----------------------------------------------------------------------------------------------
 
     def attempts(self) -> list[AttemptDir]:
-        """Return all attempts, in order."""
         return [AttemptDir(path) for path in sorted((self.checkout.run / "train/attempts").glob("[0-9]*"))]
 
     def attempt(self) -> AttemptDir | None:
-        """Return the newest attempt."""
         return next(reversed(self.attempts()), None)
 
     def beat(self, rank: int) -> Heartbeat | None:
@@ -357,7 +345,6 @@ class FaultRun:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the folder of the checkpoints."""
         return RunDir(self.checkout.run).checkpoints
 
     def starts(self) -> int:
@@ -373,7 +360,6 @@ class FaultRun:
         return pid
 
     def send(self, signal_name: str, pid: object, node: str) -> None:
-        """Send a signal to a process on a node."""
         self.cluster.run(["kill", f"-{signal_name}", str(pid)], node=node)
 
     # ---- the result -------------------------------------------------------------------------------------------------
@@ -386,12 +372,10 @@ class FaultRun:
         return self.checkout.losses()
 
     def weights(self) -> dict[str, Any]:
-        """Return the final weights."""
         return weights_of(self.checkout)
 
 
 def weights_of(checkout: ClusterCheckout) -> dict[str, Any]:
-    """Return the final weights of a finished training."""
     from safetensors.torch import load_file
 
     from shardmake.consolidate.merge import consolidate

@@ -240,7 +240,6 @@ def kill_snakemake(run: FaultRun, attempts: int) -> Ends:
 
 
 def kill(run: FaultRun) -> None:
-    """Kill the driver."""
     assert run.driver
     run.driver.kill()
     run.driver.wait()
@@ -436,14 +435,12 @@ def put_a_foreign_checkpoint_beside(newest: Path) -> None:
 
 
 def a_shard(checkpoint: Path) -> Path:
-    """Return a file with weights or optimizer states."""
     record = read_record(checkpoint)
     assert record
     return checkpoint / CHANCE.choice([name for name in record.files if name.endswith(SHARDS)])
 
 
 def flip_a_bit(file: Path) -> None:
-    """Flip one bit of ``file``."""
     content = bytearray(file.read_bytes())
     content[CHANCE.randrange(len(content))] ^= 1 << CHANCE.randrange(8)
     file.write_bytes(content)

@@ -135,7 +135,6 @@ class Cluster:
         self.reset()
 
     def is_up(self) -> bool:
-        """Return whether the login node and its controller answer."""
         self._inits = self._read_record().get("inits", {})
         return self._is_alive(HEAD) and self._controller_answers()
 
@@ -236,13 +235,9 @@ class Cluster:
         Raises `ClusterError` with that output if ``check`` and it fails. ``env`` adds to `environment`.
         """
         result = subprocess.run(
-            self.command(command, node=node, cwd=cwd),
-            env=environment(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+            self.command(command, node=node, cwd=cwd), env=environment(env), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
         if check and result.returncode:
             words = command if isinstance(command, str) else shlex.join(command)
             raise ClusterError(f"{words} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
@@ -277,7 +272,6 @@ class Cluster:
         return [Job(*line.split("|")) for line in output.splitlines()]
 
     def job(self, job_id: str) -> Job:
-        """Return the job with this id."""
         return next(job for job in self.jobs() if job.id == job_id)
 
     def node_states(self) -> dict[str, str]:
@@ -296,7 +290,6 @@ class Cluster:
             time.sleep(0.1)
 
     def wait_job(self, job_id: str, *states: str, timeout: float = 60) -> None:
-        """Wait until a job is in one of ``states`` (RUNNING, COMPLETED, ...)."""
         self.wait_until(lambda: self.job(job_id).state in states, f"job {job_id} to be {states}", timeout=timeout)
 
     def wait_idle(self, *, timeout: float = 120) -> None:
@@ -328,7 +321,6 @@ class Cluster:
         self.run(["ip", "link", "set", node, "down"])
 
     def join(self, node: str) -> None:
-        """Reconnect the network of ``node``."""
         self.run(["ip", "link", "set", node, "up"])
 
     def kill_node(self, node: str) -> None:

@@ -57,21 +57,15 @@ def spawn(command: Sequence[str], log: Path) -> subprocess.Popen[str]:
     """Start ``command`` in a session of its own and wait until it prints its first line."""
     with log.open("a") as stderr:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd="/",
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd="/",
             start_new_session=True,
-        )
+        )  # fmt: skip
     if not _pipe(process.stdout).readline():
         raise RuntimeError(f"{command[0]} ended with {process.wait()}: {log.read_text()}")
     return process
 
 
 def notify(process: subprocess.Popen[str]) -> None:
-    """Send a line to a process that `spawn` started."""
     _pipe(process.stdin).write("go\n")
     _pipe(process.stdin).flush()
 
@@ -139,7 +133,6 @@ def kill_all(state: Path, *, timeout: float = 20) -> None:
 
 
 def kill(pid: int) -> None:
-    """Kill process ``pid`` if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

@@ -56,7 +56,6 @@ class Image:
 
     @property
     def path(self) -> Path:
-        """The image of the cluster file."""
         return self.folder.with_suffix(".sif") if self.apptainer else self.folder
 
     @property
@@ -65,13 +64,11 @@ class Image:
         return {"PATH": f"{self.programs}:{os.environ['PATH']}"}
 
     def section(self, **changes: object) -> dict[str, object]:
-        """Return the section `container` of a cluster file."""
         root = [path for path in ("/usr", "/lib", "/lib64", "/bin") if Path(path).exists()]
         binds = [f"{path}:{path}:ro" for path in (*root, sys.prefix, sys.base_prefix)]
         return {"container": {"image": str(self.path), "python": PYTHON, "binds": binds} | changes}
 
     def set_python(self, program: str) -> None:
-        """Make the image's Python another one."""
         write_program(self.folder / PYTHON.lstrip("/"), f'exec {program} "$@"')
         if self.apptainer:
             subprocess.run([self.apptainer, "build", "--force", str(self.path), str(self.folder)], check=True)

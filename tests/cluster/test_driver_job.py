@@ -20,8 +20,6 @@ LONG = 150
 
 
 class DriverJobs:
-    """The driver jobs of a checkout."""
-
     def __init__(self, checkout: ClusterCheckout) -> None:
         self.checkout = checkout
         self.cluster = checkout.cluster
@@ -38,15 +36,12 @@ class DriverJobs:
         return DriverDir(max((self.checkout.root / "runs/.driver").glob("[0-9]*")))
 
     def state(self) -> dict[str, Any]:
-        """Return the recorded state."""
         return json.loads(self.folder.state.read_text())
 
     def log(self) -> str:
-        """Return the output of all driver jobs of the workflow."""
         return self.folder.log.read_text() if self.folder.log.exists() else ""
 
     def wait_for_steps(self, steps: int) -> None:
-        """Wait until the training has done ``steps``."""
         self.cluster.wait_until(
             lambda: len(self.checkout.metrics()) >= steps, f"{steps} steps; {self.log()}", timeout=400
         )
@@ -61,7 +56,6 @@ class DriverJobs:
         assert self.state()["end"] == end, self.log()
 
     def active(self) -> list[str]:
-        """Return the ids of the driver jobs in the queue."""
         jobs = [job for job in self.cluster.jobs() if job.name.startswith("driver-") and "_" not in job.name]
         return [job.id for job in jobs if parse_state(job.state)[0] is not JobState.ENDED]
 
@@ -74,7 +68,6 @@ def configure(checkout: ClusterCheckout, steps: int, nodes: int = 2, **slurm: ob
 
 @pytest.fixture
 def driver(checkout: ClusterCheckout) -> DriverJobs:
-    """Driver jobs of a checkout."""
     configure(checkout, STEPS)
     return DriverJobs(checkout)
 
@@ -96,11 +89,8 @@ def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJo
     driver.wait_for_steps(3)
     (printed,) = json.loads(driver.checkout.on_login_node("shardmake", "status", "--json"))
     assert printed["driver_job"] == {
-        "job": first,
-        "state": "running",
-        "nodes": "c1",
-        "log": "runs/.driver/001/driver.log",
-    }
+        "job": first, "state": "running", "nodes": "c1", "log": "runs/.driver/001/driver.log",
+    }  # fmt: skip
     driver.cluster.run(["scancel", "--signal=USR1", "--batch", first])  # as Slurm does before the limit
     driver.wait_for_end("done")
     print(driver.log())

@@ -84,21 +84,17 @@ def assert_three_nodes_merge_the_same(checkout: ClusterCheckout) -> None:
     assert all(torch.equal(tensor, pushed[name]) for name, tensor in together.items())
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"slurm": {"partition": "gpus"}}, "there is no partition 'gpus'. Did you mean 'gpu'?"),
-        ({"slurm": {"qos": None}}, "Slurm refuses the job of train:"),
-        ({"slurm": {"constraint": None}}, "Slurm refuses the job of train:"),
-        ({"slurm": {"cpu_qos": None}}, "Slurm refuses the job of data:"),
-        ({"nodes": 4}, "nodes"),
-        ({"global_batch_size": 6, "micro_batch_size": "auto"}, "global_batch_size"),
-        ({"strategy": "zerro3"}, "'zerro3' is not allowed. Did you mean 'zero3'?"),
-        ({"learning_rat": 1e-3}, "there is no such key. Did you mean 'learning_rate'?"),
-        ({"model": "resources/demo"}, "It has no config.json"),
-        ({"data": {"train": "resources/demo/broken.jsonl"}}, "broken.jsonl, line 3 is not valid JSON"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"slurm": {"partition": "gpus"}}, "there is no partition 'gpus'. Did you mean 'gpu'?"),
+    ({"slurm": {"qos": None}}, "Slurm refuses the job of train:"),
+    ({"slurm": {"constraint": None}}, "Slurm refuses the job of train:"),
+    ({"slurm": {"cpu_qos": None}}, "Slurm refuses the job of data:"), ({"nodes": 4}, "nodes"),
+    ({"global_batch_size": 6, "micro_batch_size": "auto"}, "global_batch_size"),
+    ({"strategy": "zerro3"}, "'zerro3' is not allowed. Did you mean 'zero3'?"),
+    ({"learning_rat": 1e-3}, "there is no such key. Did you mean 'learning_rate'?"),
+    ({"model": "resources/demo"}, "It has no config.json"),
+    ({"data": {"train": "resources/demo/broken.jsonl"}}, "broken.jsonl, line 3 is not valid JSON"),
+])  # fmt: skip
 def test_invalid_input_is_rejected_before_a_job_is_queued(
     checkout: ClusterCheckout, change: dict[str, object], words: str
 ) -> None:

@@ -20,11 +20,9 @@ from tests.cluster.harness import STATE, Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.faults, pytest.mark.timeout(3600)]
 SEPARATE_TENSORS = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TOP_PAD_": str(64 << 20), "MALLOC_ARENA_MAX": "1",
     "PYTHONMALLOC": "malloc",
-}
+}  # fmt: skip
 """Each large tensor gets its own mapping; all other memory comes from a large enough heap."""
 
 
@@ -45,39 +43,30 @@ ONE_NODE = {"nodes": 1, "ranks_per_node": 2}
 ASYNCHRONOUS = {"checkpoints": {"every_steps": FaultRun.every, "asynchronous": True}}
 NODES_RETURN = frozenset({"unknown"})
 TRAININGS = {
-    "ddp-restarted": Training(
-        "ddp",
-        [f.restart_before_the_first_checkpoint, f.kill_rank, f.cut_a_shard, f.kill_rank_before_the_record_of_a_save,
-         f.preempt, f.cancel, f.raise_in_rank],
-        REQUEUE,
-    ),
+    "ddp-restarted": Training("ddp", [
+        f.restart_before_the_first_checkpoint, f.kill_rank, f.cut_a_shard, f.kill_rank_before_the_record_of_a_save,
+        f.preempt, f.cancel, f.raise_in_rank,
+    ], REQUEUE),
     "ddp-nodes": Training(
-        "ddp", [f.kill_driver_before_submission_and_stop_slurmd, f.restart_controller, f.fill_scratch], IMPATIENT
+        "ddp", [f.kill_driver_before_submission_and_stop_slurmd, f.restart_controller, f.fill_scratch], IMPATIENT,
     ),
-    "zero2-ranks": Training(
-        "zero2",
-        [f.restart_between_checkpoints, f.kill_rank_before_a_save, f.flip_a_shard, f.flip_the_record, f.preempt,
-         f.signals_before_the_limit, f.stop_rank, f.kill_worker],
-    ),
-    "zero2-submissions": Training(
-        "zero2",
-        [f.kill_driver, f.kill_driver_after_submission, f.kill_sbatch_after_submission,
-         f.accept_job_after_sbatch_failed, f.accept_job_after_sbatch_was_repeated],
-        ONE_NODE,
-    ),
-    "zero3-ranks": Training(
-        "zero3",
-        [f.restart_in_a_save, f.kill_rank_between_files_of_a_save, f.flip_a_shard, f.swap_a_shard_for_a_link,
-         f.end_of_time, f.rank_sleeps, f.freeze_and_thaw_node],
-        reads_in_job=True,
-        spare=NODES_RETURN,
-    ),
+    "zero2-ranks": Training("zero2", [
+        f.restart_between_checkpoints, f.kill_rank_before_a_save, f.flip_a_shard, f.flip_the_record, f.preempt,
+        f.signals_before_the_limit, f.stop_rank, f.kill_worker,
+    ]),
+    "zero2-submissions": Training("zero2", [
+        f.kill_driver, f.kill_driver_after_submission, f.kill_sbatch_after_submission, f.accept_job_after_sbatch_failed,
+        f.accept_job_after_sbatch_was_repeated,
+    ], ONE_NODE),
+    "zero3-ranks": Training("zero3", [
+        f.restart_in_a_save, f.kill_rank_between_files_of_a_save, f.flip_a_shard, f.swap_a_shard_for_a_link,
+        f.end_of_time, f.rank_sleeps, f.freeze_and_thaw_node,
+    ], reads_in_job=True, spare=NODES_RETURN),
     "zero3-asynchronous": Training("zero3", [f.kill_node, f.cut_link], ASYNCHRONOUS, spare=NODES_RETURN),
-    "fsdp-ranks": Training(
-        "fsdp",
-        [f.restart_twice_in_a_row, f.kill_rank_after_a_save, f.flip_a_shard, f.put_a_foreign_checkpoint_beside,
-         f.touch_stop_file, f.kill_snakemake],
-    ),
+    "fsdp-ranks": Training("fsdp", [
+        f.restart_twice_in_a_row, f.kill_rank_after_a_save, f.flip_a_shard, f.put_a_foreign_checkpoint_beside,
+        f.touch_stop_file, f.kill_snakemake,
+    ]),
     "fsdp-asynchronous": Training("fsdp", [f.kill_node, f.kill_node_and_restart], ASYNCHRONOUS, spare=NODES_RETURN),
     "fsdp-memory": Training("fsdp", [f.exceed_memory]),
 }  # fmt: skip
@@ -244,7 +233,6 @@ def test_slurm_restarts_the_jobs_of_merge_and_evaluation(
 
 
 def losses_of(evaluation: Path) -> list[float]:
-    """Return the losses of the base and the tuned model."""
     scores = EvaluationResult.read(evaluation).scores
     assert scores
     return [score.loss for score in scores]

@@ -59,17 +59,11 @@ def test_gpus_are_counted_and_numbered(cluster: Cluster) -> None:
     assert output.strip() == "0,1"
 
 
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        ("--partition=gpu --qos=long", "requires features=ib"),
-        ("--partition=gpu --constraint=ib", "requires qos=long"),
-        ("--partition=cpu", "requires qos=short"),
-        ("--partition=gpu --qos=long --constraint=ib", None),
-        ("--partition=cpu --qos=short", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("options", "refusal"), [
+    ("--partition=gpu --qos=long", "requires features=ib"), ("--partition=gpu --constraint=ib", "requires qos=long"),
+    ("--partition=cpu", "requires qos=short"), ("--partition=gpu --qos=long --constraint=ib", None),
+    ("--partition=cpu --qos=short", None), ("", None),
+])  # fmt: skip
 def test_strict_partitions_refuse_jobs_without_their_parameters(
     cluster: Cluster, options: str, refusal: str | None
 ) -> None:

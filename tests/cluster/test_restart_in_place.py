@@ -26,18 +26,14 @@ def prepared(run: FaultRun, baseline_run: BaselineRuns, request: pytest.FixtureR
 
 
 def jobs(run: FaultRun) -> list[str]:
-    """Return the job of each attempt."""
     return [record["job"] for record in run.history()]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "faults", "restarts"),
-    [
-        ("ddp", [f.kill_rank, f.kill_rank, f.stop_rank], {1, 2, 3}),
-        ("zero3", [f.kill_rank_between_files_of_a_save, f.flip_a_shard, f.kill_worker], {1, 2}),
-        ("fsdp", [f.kill_rank_after_a_save, f.preempt, f.kill_node], {1}),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "faults", "restarts"), [
+    ("ddp", [f.kill_rank, f.kill_rank, f.stop_rank], {1, 2, 3}),
+    ("zero3", [f.kill_rank_between_files_of_a_save, f.flip_a_shard, f.kill_worker], {1, 2}),
+    ("fsdp", [f.kill_rank_after_a_save, f.preempt, f.kill_node], {1}),
+])  # fmt: skip
 def test_the_same_job_trains_on_unless_it_lacks_a_node(
     run: FaultRun, baseline_run: BaselineRuns, strategy: str, faults: list[Fault], restarts: set[int]
 ) -> None:

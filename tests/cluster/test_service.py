@@ -36,20 +36,16 @@ class Training:
         self.cluster.wait_until(lambda: len(answers(self.checkout)) >= count, f"{count} answers", timeout=300)
 
     def wait(self) -> tuple[int, str]:
-        """Return the driver's status and output."""
         return self.driver.wait(400), self.log.read_text()
 
     def attempt(self, number: int) -> AttemptDir:
-        """Return the folder of an attempt."""
         return AttemptDir(self.checkout.run / f"train/attempts/{number:03d}")
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the attempts that have ended."""
         found: list[dict[str, Any]] = self.checkout.read("train/attempts/index.json")
         return found
 
     def kill(self, pid: object, node: str) -> None:
-        """SIGKILL a process."""
         self.cluster.run(["kill", "-KILL", str(pid)], node=node)
 
     def is_running(self, pid: int) -> bool:

@@ -157,13 +157,16 @@ def test_jobs_use_their_own_environment(checkout: ClusterCheckout, environment: 
 def test_the_doctor_checks_both_environments(cluster: Cluster, environment: Path, shared_folder: Path) -> None:
     file = shared_folder / "cluster.yaml"
     values = yaml.safe_load((REPOSITORY / "config/clusters/three-node-test.yaml").read_text())
-    file.write_text(yaml.safe_dump(values | {"environment": str(environment)}))
+    scratch = {"scratch": "$SLURM_SUBMIT_DIR"}  # which only a job has
+    file.write_text(yaml.safe_dump(values | {"environment": str(environment)} | scratch))
     words = ("shardmake", "doctor", "--cluster", str(file), "--node", "--skip-builds", "--json")
     answer = json.loads(cluster.run(words, cwd=shared_folder, check=False, timeout=600).stdout)
     login = {row["check"]: row for row in answer["login_node"]}["environment of the jobs"]
     node = {row["check"]: row for row in answer["compute_nodes"]}["environment"]
     assert login["found"] == f"{environment}, with the versions of this one"
     assert node["found"] == f"{environment}, the same versions as on the login node"
+    checked = {row["check"]: row["found"] for row in answer["compute_nodes"]}["scratch"]
+    assert checked.startswith(f"{shared_folder}, "), checked
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,6 @@ with FakeHub(Path(sys.argv[1])) as hub:
 
 @dataclass
 class SharedCheckout:
-    """The checkout that both users work in."""
-
     checkout: Checkout
     cluster: Cluster
     hub: str
@@ -43,11 +41,9 @@ class SharedCheckout:
         """Start a command of ``user`` on the login node, in the checkout."""
         variables = {"HF_ENDPOINT": self.hub, "HF_TOKEN": READER}
         return self.cluster.popen(
-            command_as(user, self.checkout.command(*words), variables),
-            cwd=self.checkout.root,
-            env={"OMP_NUM_THREADS": "1"},
-            stdout=(user.home / "output.txt").open("w"),
-        )
+            command_as(user, self.checkout.command(*words), variables), cwd=self.checkout.root,
+            env={"OMP_NUM_THREADS": "1"}, stdout=(user.home / "output.txt").open("w"),
+        )  # fmt: skip
 
     def run(self, user: User, *words: str) -> tuple[int, str]:
         """Return the exit status and the output of a command of ``user``."""

@@ -18,8 +18,6 @@ from tests.workflow.checkout import REPOSITORY
 
 
 class User(NamedTuple):
-    """An account."""
-
     name: str
     id: int
     home: Path
@@ -87,14 +85,6 @@ def command_as(user: User, words: list[str], variables: Mapping[str, str]) -> li
     """Return the words that run a command as ``user``, with the strictest umask."""
     settings = {"HOME": str(user.home), "USER": user.name, "LOGNAME": user.name, **variables}
     return [
-        "runuser",
-        f"--user={user.name}",
-        "--",
-        "env",
-        *(f"{name}={value}" for name, value in settings.items()),
-        "sh",
-        "-c",
-        'umask 077; exec "$@"',
-        "sh",
-        *words,
-    ]
+        "runuser", f"--user={user.name}", "--", "env", *(f"{name}={value}" for name, value in settings.items()), "sh",
+        "-c", 'umask 077; exec "$@"', "sh", *words,
+    ]  # fmt: skip

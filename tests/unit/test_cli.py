@@ -65,6 +65,13 @@ def run(words: list[str], monkeypatch: Patch, capfd: Captured) -> tuple[int, str
     return int(end.value.code or 0), printed
 
 
+def test_filters_of_slurms_lists_in_the_environment_hide_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    monkeypatch.setenv("SLURM_CLUSTERS", "test")
+    assert CliRunner().invoke(cli.app, ["estimate", "--list-gpus"]).exit_code == 0
+    assert "SQUEUE_STATES" not in os.environ and "SLURM_CLUSTERS" in os.environ
+
+
 def test_the_table_has_every_command_but_demo_and_run() -> None:
     """`run` replaces this process with Snakemake."""
     named = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}

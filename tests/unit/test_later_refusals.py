@@ -83,8 +83,9 @@ ROWS: dict[Why | str, str] = {
     "cli.py:plan": """
         data/check.py:check_sources evaluate/backends.py:check_backend evaluate/harness.py
         evaluate/prompts.py:check_prompts launch/container.py:_probe launch/container.py:check_container
-        launch/slurm_request.py:_checked launch/submission_check.py:_check_step
-        launch/submission_check.py:_judge push/check.py train/trackers.py:check_trackers
+        launch/slurm_request.py:_checked launch/submission_check.py:_check_memory
+        launch/submission_check.py:_check_step launch/submission_check.py:_judge
+        push/check.py train/trackers.py:check_trackers
     """,
     "config/models.py:Run": "checkpoint/formats/dtypes.py:check_target",
     "data/check.py:check_first_rows": "data/build.py:check_divisible data/chat.py data/examples.py:open_chat_template",

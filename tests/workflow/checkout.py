@@ -64,17 +64,14 @@ class Checkout:
         self.write_config({"cluster": "config/cluster.yaml", "runs": {"demo": run}})
 
     def write_config(self, config: Any) -> None:
-        """Write ``config/config.yaml``."""
         (self.root / "config/config.yaml").write_text(yaml.safe_dump(config))
 
     def load(self) -> tuple[Run, Cluster]:
-        """Return the run and the cluster of the configuration."""
         config = load_config(self.root / "config/config.yaml")
         return get_run(config, "demo"), load_cluster(self.root / config.cluster)
 
     @property
     def run(self) -> Path:
-        """Folder of the run."""
         return self.root / "runs/demo"
 
     def command(self, *words: str) -> list[str]:
@@ -113,21 +110,17 @@ class Checkout:
         monkeypatch.setenv("PYTHONPATH", f"{self.root}:{os.environ.get('PYTHONPATH', '')}")
 
     def read(self, name: str) -> Any:
-        """Return the content of a JSON file of the run."""
         return json.loads((self.run / name).read_text())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of the run's metrics."""
         path = self.run / "train/metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def losses(self) -> dict[int, float]:
-        """Return the training loss by step."""
         return {line["step"]: line["loss"] for line in self.metrics() if "loss" in line}
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
-    """Wait until ``condition`` holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"

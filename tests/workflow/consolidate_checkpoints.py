@@ -26,14 +26,12 @@ ZERO = {
         "zero2-bf16-masters-tied", "zero2-roundrobin-tied", "zero3-bf16-tied-frozen-universal",
         "zero3-subgroups-resnet", "zero3-lora",
     ),
-    3: ("zero1-bf16", "zero3-tied"),
-    4: ("zero2-bf16-tied-frozen", "zero3-bf16-subgroups"),
+    3: ("zero1-bf16", "zero3-tied"), 4: ("zero2-bf16-tied-frozen", "zero3-bf16-subgroups"),
 }  # fmt: skip
 FSDP = {
-    2: ("trainer-tied", "tied-bf16", "optim", "perrank-tied"),
-    3: ("plain", "flat-bf16", "fsdp1", "verl-tied"),
+    2: ("trainer-tied", "tied-bf16", "optim", "perrank-tied"), 3: ("plain", "flat-bf16", "fsdp1", "verl-tied"),
     4: ("tp",),
-}
+}  # fmt: skip
 SHAPE = {
     "vocab_size": 101, "hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -88,7 +86,6 @@ def merged(checkpoint: Path, out: Path, target: Target = "keep", size: str = "20
 
 
 def load_weights(model: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors in a folder's safetensors files."""
     return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 

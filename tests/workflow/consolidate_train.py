@@ -117,11 +117,9 @@ def settings(traits: list[str]) -> dict[str, Any]:
     if "roundrobin" in traits:
         zero["round_robin_gradients"] = True
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    }
+    }  # fmt: skip
     if "bf16" in traits:
         config["bf16"] = {"enabled": True}
     if "masters" in traits:

@@ -44,7 +44,6 @@ class Built:
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Return whether DeepSpeed's engine trained."""
         return type(self.model).__name__ == "DeepSpeedEngine"
 
 
@@ -65,13 +64,11 @@ def launch(folder: Path, rank: int) -> None:
 
 
 def forget_ranks() -> None:
-    """Remove the variables of a rank."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
 
 
 def read_case(folder: Path) -> SimpleNamespace:
-    """Return the settings in ``folder``."""
     return SimpleNamespace(**json.loads((folder / "case.json").read_text()))
 
 
@@ -158,7 +155,6 @@ def train_script(settings: SimpleNamespace) -> Built:
 
 
 def tiny_model() -> Any:
-    """Return a small model with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -249,7 +245,6 @@ def peak_rate(built: Built) -> float:
 
 
 def first_group(built: Built) -> dict[str, Any]:
-    """Return the optimizer's first group."""
     return dict(basic_optimizer(built).param_groups[0])
 
 
@@ -364,8 +359,7 @@ def details(built: Built) -> dict[str, Any]:
     if not built.uses_deepspeed:
         return found
     return found | {
-        "batch": built.model.train_batch_size(),
-        "initial_rate": first_group(built).get("initial_lr"),
+        "batch": built.model.train_batch_size(), "initial_rate": first_group(built).get("initial_lr"),
         "zero_optimizer": type(built.model.optimizer).__name__,
         "zero_init": any(hasattr(one, "ds_id") for one in built.model.module.parameters()),
-    }
+    }  # fmt: skip

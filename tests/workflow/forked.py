@@ -53,7 +53,6 @@ class Forked:
 
     @property
     def inputs(self) -> Path:
-        """Folder of the checkout's data and base model."""
         return self.checkout.root / "resources/demo"
 
     @property
@@ -255,12 +254,10 @@ def branch(source: RunDir, target: Path) -> RunDir:
 
 
 def log(rundir: RunDir) -> str:
-    """Return the newest attempt's log."""
     return (max(rundir.attempts.iterdir()) / "node-0.log").read_text()
 
 
 def metrics(rundir: RunDir) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics."""
     return [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
 
 

@@ -21,7 +21,6 @@ settings = TrainingSettings.read(folder / "training.json")
 
 
 def peak() -> int:
-    """Return the peak resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

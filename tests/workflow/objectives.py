@@ -68,7 +68,6 @@ SETTINGS: Row = {
 
 
 def settings_of(objective: str, method: str = "full", reference: str = "model") -> Row:
-    """Return the settings of a run."""
     own = OBJECTIVES[objective].settings | SETTINGS | {"objective": objective, "method": method}
     if method == "qlora":
         own |= {"precision": "bf16"}
@@ -93,12 +92,10 @@ class Trainings:
         return self.checkout(objective, method == "qlora")
 
     def plan(self, case: str) -> Planned:
-        """Return a planned training on two ranks."""
         objective, method, strategy, *reference = case.split()
         return self.forked(case).plan(strategy, 2, **settings_of(objective, method, *reference))
 
     def train(self, folder: Path, case: str) -> Trained:
-        """Train on two ranks."""
         return Trained(self.forked(case), RunDir(folder / "run"), self.plan(case)).train()
 
     def trl(self, case: str) -> tuple[list[Row], Path]:

@@ -39,7 +39,6 @@ def answers(checkout: Checkout) -> list[dict[str, Any]]:
 
 
 def ends(checkout: Checkout) -> list[str]:
-    """Return why each attempt ended."""
     return [record["end"] for record in checkout.read("train/attempts/index.json")]
 
 

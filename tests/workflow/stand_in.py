@@ -12,9 +12,8 @@ from shardmake.run.record import FORMAT
 from shardmake.run.settings import current
 
 CONTENT: dict[str, Any] = {
-    "format": FORMAT,
-    "resources": {key: {"cpus": 1, "memory_gib": 1} for key in ("data", "consolidate", "evaluate")},
-}
+    "format": FORMAT, "resources": {key: {"cpus": 1, "memory_gib": 1} for key in ("data", "consolidate", "evaluate")},
+}  # fmt: skip
 
 
 def leave(stage: str, name: str) -> None:

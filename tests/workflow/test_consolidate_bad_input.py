@@ -30,7 +30,6 @@ def file_of(rank: int, kind: str = "optim") -> str:
 
 @pytest.fixture
 def copied(variant_of: Callable[[str, int, str], Path], tmp_path: Path) -> Copied:
-    """Copy one of `VARIANTS`."""
     return lambda kind: Path(shutil.copytree(variant_of(*VARIANTS[kind]), tmp_path / kind))
 
 

@@ -232,23 +232,20 @@ def append(pattern: str) -> Callable[[Path], None]:
     return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (change(Q, poison), f"{Q} holds values that are not finite"),
-        (change(Q, lambda tensor: tensor[:12]), rf"shape of {Q} is \[12, 24\], the model's \[24, 24\]"),
-        (
-            change(Q, torch.clone, Q.replace("q_proj", "query")),
-            rf"{Q} is missing(.|\n)*self_attn\.query\.weight is not part of LlamaForCausalLM",
-        ),
-        (append("tokenizer.json"), r"tokenizer\.json differs from the receipt"),
-        (lambda model: (model / "chat_template.jinja").unlink(), "in the receipt, but not in the folder"),
-        (append("model-00001-*.safetensors"), "is not a complete safetensors file"),
-        (lambda model: next(model.glob("model-00002-*")).unlink(), "is missing. The model is not complete"),
-        (lambda model: (model / "notes.txt").touch(), r"notes\.txt is not in the receipt"),
-        (lambda model: (model / "old.safetensors").touch(), r"old\.safetensors is not part of the model"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (change(Q, poison), f"{Q} holds values that are not finite"),
+    (change(Q, lambda tensor: tensor[:12]), rf"shape of {Q} is \[12, 24\], the model's \[24, 24\]"),
+    (
+        change(Q, torch.clone, Q.replace("q_proj", "query")),
+        rf"{Q} is missing(.|\n)*self_attn\.query\.weight is not part of LlamaForCausalLM",
+    ),
+    (append("tokenizer.json"), r"tokenizer\.json differs from the receipt"),
+    (lambda model: (model / "chat_template.jinja").unlink(), "in the receipt, but not in the folder"),
+    (append("model-00001-*.safetensors"), "is not a complete safetensors file"),
+    (lambda model: next(model.glob("model-00002-*")).unlink(), "is missing. The model is not complete"),
+    (lambda model: (model / "notes.txt").touch(), r"notes\.txt is not in the receipt"),
+    (lambda model: (model / "old.safetensors").touch(), r"old\.safetensors is not part of the model"),
+])  # fmt: skip
 def test_damage_is_reported(model: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(model)
     with pytest.raises(ShardmakeError, match=message):

@@ -287,19 +287,11 @@ def test_a_model_of_bin_files_is_weighed_and_loaded(
     assert score_all(load_model(str(tmp_path)), [SHORT], 1) == score_all(network, [SHORT], 1)
 
 
-@pytest.mark.parametrize(
-    ("weights", "gpus", "host", "nvme", "backend", "ranks"),
-    [
-        (14, 0, 64, None, "whole", 1),
-        (14, 1, 64, None, "whole", 1),
-        (14, 8, 64, None, "whole", 8),
-        (70, 1, 500, None, "device-map", 1),
-        (14, 0, 32, None, "device-map", 1),
-        (140, 8, 500, None, "zero3", 8),
-        (800, 8, 1500, None, "zero3-offload", 8),
-        (800, 8, 500, "/nvme", "zero3-nvme", 8),
-    ],
-)
+@pytest.mark.parametrize(("weights", "gpus", "host", "nvme", "backend", "ranks"), [
+    (14, 0, 64, None, "whole", 1), (14, 1, 64, None, "whole", 1), (14, 8, 64, None, "whole", 8),
+    (70, 1, 500, None, "device-map", 1), (14, 0, 32, None, "device-map", 1), (140, 8, 500, None, "zero3", 8),
+    (800, 8, 1500, None, "zero3-offload", 8), (800, 8, 500, "/nvme", "zero3-nvme", 8),
+])  # fmt: skip
 def test_the_fastest_way_that_fits_is_taken(
     weights: int, gpus: int, host: int, nvme: str | None, backend: str, ranks: int
 ) -> None:
@@ -378,15 +370,11 @@ def test_a_perplexity_that_overflows_is_null_in_valid_json(
     assert caplog.messages[-1].startswith("tuned: loss") and "perplexity above 1e+308, 8 tokens" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "message"),
-    [
-        ({"backend": "zero3-nvme", "processes": 1}, r"zero3-nvme needs node-local NVMe\. Set nvme_path"),
-        ({"lm_eval": ["lab_sumz"], "lm_eval_path": "tasks"}, r"unknown task 'lab_sumz'\. Did you mean 'lab_sums'"),
-        ({"lm_eval": ["sums"]}, r"lm_eval is not installed\. Install it \(pip install lm_eval\)"),
-    ],
-    ids=["no NVMe", "a misspelt task of lm_eval", "no package lm_eval"],
-)
+@pytest.mark.parametrize(("evaluation", "message"), [
+    ({"backend": "zero3-nvme", "processes": 1}, r"zero3-nvme needs node-local NVMe\. Set nvme_path"),
+    ({"lm_eval": ["lab_sumz"], "lm_eval_path": "tasks"}, r"unknown task 'lab_sumz'\. Did you mean 'lab_sums'"),
+    ({"lm_eval": ["sums"]}, r"lm_eval is not installed\. Install it \(pip install lm_eval\)"),
+], ids=["no NVMe", "a misspelt task of lm_eval", "no package lm_eval"])  # fmt: skip
 @pytest.mark.usefixtures("tasks")
 def test_what_evaluation_refuses(
     evaluated: Evaluated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, Any], message: str

@@ -182,16 +182,14 @@ if sys.orig_argv[1:2] and Path(sys.orig_argv[1]).name == "shardmake":
     RunDir.refuse_links = check_and_link
 """
 RESULTS = {
-    "fetch": "sources.json fetched",
-    "plan": "plan settings/plan.json",
+    "fetch": "sources.json fetched", "plan": "plan settings/plan.json",
     "render": "plan/accelerate.yaml plan/deepspeed.json plan/training.json plan/rendered.json plan/fallbacks",
     "data": "data settings/data.json",
     "train": "train/attempts train/checkpoints train/metrics.jsonl train/job.json train/receipt.json train/resharded",
     "consolidate": "model settings/consolidate.json",
-    "evaluate": "evaluation.json evaluation.csv settings/evaluate.json",
-    "push": "push settings/push.json",
+    "evaluate": "evaluation.json evaluation.csv settings/evaluate.json", "push": "push settings/push.json",
     "report": "report.html figures",
-}
+}  # fmt: skip
 """The paths to which a stage writes."""
 
 

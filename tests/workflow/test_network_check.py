@@ -89,16 +89,10 @@ def block() -> list[Finding]:
     return []
 
 
-@pytest.mark.parametrize(
-    ("work", "message"),
-    [
-        (die, "status -9"),
-        (fail, "did not join"),
-        (lambda: [ok("network", str(1 // 0))], "ZeroDivisionError"),
-        (block, "within 1 s"),
-    ],
-    ids=["dies", "fails", "errs", "blocks"],
-)
+@pytest.mark.parametrize(("work", "message"), [
+    (die, "status -9"), (fail, "did not join"), (lambda: [ok("network", str(1 // 0))], "ZeroDivisionError"),
+    (block, "within 1 s"),
+], ids=["dies", "fails", "errs", "blocks"])  # fmt: skip
 def test_failing_fork_does_not_end_its_rank(work: Callable[[], list[Finding]], message: str) -> None:
     started = time.monotonic()
     with pytest.raises(NetworkCheckError, match=message) as error:

@@ -21,7 +21,6 @@ SUB_GROUPS = {"sub_group_size": 300_000}
 
 @pytest.fixture
 def losses(shared_checkout: Checkout) -> dict[int, float]:
-    """Losses of a training that saves asynchronously after every step."""
     return train_by_hand(shared_checkout, "zero3-nvme", checkpoints=SAVES, zero=SUB_GROUPS)
 
 

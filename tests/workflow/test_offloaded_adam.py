@@ -31,13 +31,10 @@ def rendered_as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_file, "replaced_optimizer", with_gpu)
 
 
-@pytest.mark.parametrize(
-    ("wrote", "reads"),
-    [
-        ("zero3", "zero3-offload-optimizer"), ("zero2", "zero2-offload"), ("zero2", "zero3-offload"),
-        ("zero2-offload", "zero3"), ("zero3-offload", "zero3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wrote", "reads"), [
+    ("zero3", "zero3-offload-optimizer"), ("zero2", "zero2-offload"), ("zero2", "zero3-offload"),
+    ("zero2-offload", "zero3"), ("zero3-offload", "zero3"),
+])  # fmt: skip
 def test_each_adam_resumes_from_the_other(
     shared_checkout: Checkout, reference: dict[int, float], wrote: Strategy, reads: Strategy
 ) -> None:

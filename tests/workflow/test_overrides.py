@@ -44,7 +44,8 @@ def settings(checkout: Checkout) -> tuple[float, int]:
 def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files outside the clone, several files, single values, and the same settings under another name."""
     mine, extra = outside / "mine.yaml", outside / "extra.yaml"
-    extra.write_text(yaml.safe_dump({"runs": {"mine": {"learning_rate": 7e-4, "seed": 7}}}))
+    # Snakemake reads the prompt as 43200.
+    extra.write_text("runs: {mine: {learning_rate: 7.0e-4, seed: 7, evaluation: {prompts: [12:00:00]}}}")
     several = ("--configfile", str(mine), str(extra), "--config", "runs={mine: {learning_rate: 5.0e-4}}")
     assert "demo:" not in snakemake(checkout, *several), "the configuration of the clone is not merged in"
     assert settings(checkout) == (5e-4, 7)
@@ -52,7 +53,7 @@ def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypa
     assert plan["choice"]["processes_per_node"] == 1, "the cluster file is mine"
 
     assert "Nothing to be done" in snakemake(checkout, *several)
-    equal = write(outside / "equal.yaml", learning_rate=5e-4, seed=7)
+    equal = write(outside / "equal.yaml", learning_rate=5e-4, seed=7, evaluation={"prompts": ["12:00:00"]})
     assert "Nothing to be done" in snakemake(checkout, "--configfile", str(equal))
 
     # A job of another invocation starts Snakemake again, after a file was damaged while it was in the queue.
@@ -84,18 +85,15 @@ def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
     assert "runs/demo" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\n\tb: 2\n", "line 2 is not valid YAML: found character '\\t' that cannot start any token."),
-        ("a: {b: 1\nc: 2\n", "line 2 is not valid YAML: expected ',' or '}', but got ':'."),
-        ("a: *b\n", "line 1 is not valid YAML: found undefined alias 'b'."),
-        ("a: 1\na: 2\n", "line 2 is not valid YAML: the key 'a' occurs twice."),
-        ("a: \xff\n", "line 1 is not valid UTF-8. Save the file as UTF-8."),
-        ("", " has no keys. See config/README.md for the keys."),
-        ("cluster: c\nruns: {}\n", " cannot be used:\n  runs: add at least one run."),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("a: 1\n\tb: 2\n", "line 2 is not valid YAML: found character '\\t' that cannot start any token."),
+    ("a: {b: 1\nc: 2\n", "line 2 is not valid YAML: expected ',' or '}', but got ':'."),
+    ("a: *b\n", "line 1 is not valid YAML: found undefined alias 'b'."),
+    ("a: 1\na: 2\n", "line 2 is not valid YAML: the key 'a' occurs twice."),
+    ("a: \xff\n", "line 1 is not valid UTF-8. Save the file as UTF-8."),
+    ("", " has no keys. See config/README.md for the keys."),
+    ("cluster: c\nruns: {}\n", " cannot be used:\n  runs: add at least one run."),
+])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_reported_without_python(checkout: Checkout, text: str, message: str) -> None:
     """Both the configuration of the clone and a file of ``--configfile``, which Snakemake reads before the workflow."""
     for name, options in (("config/config.yaml", ()), ("mine.yaml", ("--configfile", "mine.yaml"))):

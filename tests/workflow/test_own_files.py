@@ -58,14 +58,11 @@ SGD = {"type": "SGD", "params": {"lr": RATE, "weight_decay": 0.01}}
 WARMUP_LR = {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_max_lr": RATE}}
 
 
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"scheduler": WARMUP_LR}, "schedule: planned 'cosine', found 'WarmupLR'"),
-        ({"optimizer": SGD}, "optimizer: planned 'AdamW', found 'SGD'"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "autocast: planned None, found 'bfloat16'"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "words"), [
+    ({"scheduler": WARMUP_LR}, "schedule: planned 'cosine', found 'WarmupLR'"),
+    ({"optimizer": SGD}, "optimizer: planned 'AdamW', found 'SGD'"),
+    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "autocast: planned None, found 'bfloat16'"),
+])  # fmt: skip
 def test_ranks_refuse_what_a_file_changes(forked: Forked, tmp_path: Path, sections: dict[str, Any], words: str) -> None:
     """A file that was edited after `render` is found by the ranks, which name the planned and the found value."""
     rundir = RunDir(tmp_path / "run")

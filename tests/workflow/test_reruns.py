@@ -187,10 +187,9 @@ if words[:1] == ["shardmake"]:
 """
 EDITS: dict[str, dict[str, Any]] = {
     **{key: {"data": {"train": "resources/demo/eval.jsonl"}} for key in ("fetch", "plan", "render", "data", "train")},
-    "consolidate": {"dtype": "bf16"},
-    "evaluate": {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}},
+    "consolidate": {"dtype": "bf16"}, "evaluate": {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}},
     **{key: {"push": {"to": "file:published/other"}} for key in ("push", "report")},
-}
+}  # fmt: skip
 """An edit that runs the stage again."""
 HOW = ("error", "full disk", "kill", "kill all", "Ctrl-C")
 BREAKS = [

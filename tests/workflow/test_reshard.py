@@ -31,7 +31,6 @@ GIVEN: dict[str, Any] = {
 
 @pytest.fixture
 def uninterrupted(forked: Forked) -> dict[int, float]:
-    """Losses of a training without interruption."""
     return forked.once("zero2", **GIVEN).losses()
 
 
@@ -121,7 +120,6 @@ def test_states_equal_deepspeeds_own_conversion(
 
 
 def newest_of(rundir: RunDir) -> Path:
-    """Return the newest checkpoint."""
     return next(path for _, path in store.committed(rundir.checkpoints))
 
 

@@ -243,7 +243,6 @@ def assert_same_result(rundir: RunDir, uninterrupted: RunDir) -> None:
 
 @pytest.fixture
 def uninterrupted(forked: Forked) -> RunDir:
-    """A training without asynchronous saves."""
     return forked.once("zero3", max_steps=6, checkpoints=SAVES).rundir
 
 

@@ -62,10 +62,9 @@ os.system("echo child: $HF_TOKEN; echo $MY_PASSWORD >&2")
 raise RuntimeError(f"no login with {os.environ['MY_PASSWORD']}")
 """
 PLANTED = {
-    "HF_TOKEN": "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs",
-    "MY_PASSWORD": "correct-horse-4",
+    "HF_TOKEN": "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs", "MY_PASSWORD": "correct-horse-4",
     "DATABASE_URL": "postgres://ada:pa/ss-9@db/x",
-}
+}  # fmt: skip
 
 
 def test_secrets_that_a_script_prints_and_raises_reach_no_file(

@@ -31,14 +31,13 @@ TRAINER = [
 CASES: dict[str, tuple[Strategy, str, list[str]]] = {
     "fsdp2 by Trainer": ("fsdp", "hf_trainer.py", TRAINER),
     "zero3 by save_state": ("zero3", "accelerate_loop.py", LOOP),
-    "zero3 by Trainer": ("zero3", "hf_trainer.py", TRAINER),
-    "ddp by save_state": ("ddp", "accelerate_loop.py", LOOP),
+    "zero3 by Trainer": ("zero3", "hf_trainer.py", TRAINER), "ddp by save_state": ("ddp", "accelerate_loop.py", LOOP),
     "ddp by save_model": ("ddp", "accelerate_loop.py", [*LOOP, "--save", "model"]),
     "zero2 by save_state": ("zero2", "accelerate_loop.py", LOOP),
     "fsdp2 by save_state": ("fsdp", "accelerate_loop.py", LOOP),
     "zero2 by DeepSpeed": ("zero2", "native_deepspeed.py", NATIVE),
     "zero3 by DeepSpeed": ("zero3", "native_deepspeed.py", NATIVE),
-}
+}  # fmt: skip
 IN_CI = ("fsdp2 by Trainer", "zero3 by save_state")
 
 

@@ -130,11 +130,10 @@ def test_programs_train_as_planned(
 def test_each_configuration_of_the_page_trains_above() -> None:
     cases = {
         "Trainer with a DeepSpeed file": ("hf_trainer.py", TRAINER),
-        "DeepSpeed itself": ("native_deepspeed.py", NATIVE),
-        "torchrun": ("plain_torch.py", TORCH),
+        "DeepSpeed itself": ("native_deepspeed.py", NATIVE), "torchrun": ("plain_torch.py", TORCH),
         "accelerate launch": ("accelerate_loop.py", ACCELERATE),
         "TRL's command line": (RUNS["TRL's command line"]["script"], TRL),
-    }
+    }  # fmt: skip
     assert list(cases) == list(RUNS)
     for title, (script, arguments) in cases.items():
         strategy = RUNS[title]["strategy"]

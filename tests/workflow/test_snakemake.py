@@ -101,9 +101,8 @@ def test_an_installation_that_would_run_its_own_path_is_refused(tmp_path: Path, 
 
 OWN = ("push", "learning_rate", "max_steps", "strategy", "evaluation")
 DEFAULTS = {key: value for key, value in RUN.items() if key not in OWN} | {
-    "data": {"train": "resources/demo/train.jsonl", "eval": "few.jsonl"},
-    "evaluation": {"batch_tokens": 2048},
-}
+    "data": {"train": "resources/demo/train.jsonl", "eval": "few.jsonl"}, "evaluation": {"batch_tokens": 2048},
+}  # fmt: skip
 
 
 @pytest.mark.training

@@ -51,7 +51,6 @@ class QueuedRuns:
         return (self.folder / "queue").read_text().splitlines()
 
     def train(self, run: str, **variables: str) -> Path:
-        """Start a driver, and return its log."""
         log = self.folder / f"{run}-{len(self.drivers)}.log"
         command = self.checkout.command("shardmake", "train", run, "--config", str(self.folder / "config.yaml"))
         driver = subprocess.Popen(

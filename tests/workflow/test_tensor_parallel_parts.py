@@ -4,11 +4,8 @@ This file is also the program of a rank.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import pytest
@@ -17,6 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardmake.memory.families import part_of
 from shardmake.memory.read_config import from_config
+
+if TYPE_CHECKING:
+    from tests.workflow.forked import Forked
 
 pytestmark = pytest.mark.training
 RANKS = 4
@@ -33,7 +33,7 @@ CONFIGS: list[dict[str, Any]] = [
 SHARED = 2
 
 
-def main(output: Path) -> None:
+def run_rank(folder: Path, rank: int) -> None:
     """Write each model's shapes by name, and the elements of this rank's part of the flat states."""
     deepspeed.init_distributed("gloo")
     settings = {
@@ -47,26 +47,18 @@ def main(output: Path) -> None:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         shapes = {name: list(part.shape) for name, part in engine.module.named_parameters()}
         found.append([shapes, sum(part.numel() for part in engine.optimizer.single_partition_of_fp32_groups)])
-    if torch.distributed.get_rank() == 0:
-        output.write_text(json.dumps(found))
+    if rank == 0:
+        (folder / "shapes.json").write_text(json.dumps(found))
     torch.distributed.barrier()
 
 
 @pytest.mark.full
-def test_the_plan_counts_the_part_of_a_rank(tmp_path: Path) -> None:
+def test_the_plan_counts_the_part_of_a_rank(forked: "Forked", tmp_path: Path) -> None:
     """Names and shapes of four families, with and without biases and tied heads, on two groups of two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    done = subprocess.run(
-        [*command, "-m", __name__, str(tmp_path / "shapes.json")], capture_output=True, text=True,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    codes = forked.server.run(tmp_path, {}, RANKS, program=f"{__name__}:run_rank")
+    assert codes == [0] * RANKS, (tmp_path / "node-0.log").read_text()
     found = json.loads((tmp_path / "shapes.json").read_text())
     for config, (shapes, flat) in zip(CONFIGS, found, strict=True):
         part = part_of(from_config(config), SHARED)
         assert {tensor.name: list(tensor.shape) for tensor in part.tensors} == shapes
         assert flat == pytest.approx(part.parameters / (RANKS // SHARED), rel=1e-3)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

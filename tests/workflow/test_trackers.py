@@ -15,18 +15,8 @@ from shardmake.run.paths import RunDir
 from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import Checkout
 from tests.workflow.conftest import SECRETS
-from tests.workflow.forked import Forked
 
 pytestmark = pytest.mark.training
-
-
-def test_attempts_share_one_mlflow_run(forked: Forked, tmp_path: Path) -> None:
-    """The second attempt has other parameters (its DeepSpeed file), which MLflow does not let a run change."""
-    run = forked.trained(tmp_path, "zero1", report_to=["mlflow"], checkpoints={"every_steps": 2}).repeat()
-    (metrics,) = (run.rundir.train / "mlflow").glob("*/*/metrics/loss")
-    assert [int(line.split()[2]) for line in metrics.read_text().splitlines()] == [1, 2, 3, 4, 3, 4]
-    assert (metrics.parents[1] / "params/learning_rate").read_text() == "0.002"
-    assert "status: 3" in (metrics.parents[1] / "meta.yaml").read_text(), "finished"
 
 
 @pytest.mark.trackers
@@ -86,7 +76,6 @@ def wandb_records(path: Path) -> "Iterator[object]":
 
 
 def steps(records: list[object]) -> list[int]:
-    """Return the reported optimizer steps in order."""
     history = [record.history for record in records if record.WhichOneof("record_type") == "history"]
     return [
         int(item.value_json)

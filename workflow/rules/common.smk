@@ -38,6 +38,7 @@ from shardmake.core.permissions import share_tree
 from shardmake.core.secrets import redact
 from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
+from shardmake.launch.slurm_request import remove_options
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
 from shardmake.plan.refusals import refuse_before_fetch
@@ -131,13 +132,14 @@ def read_configuration():
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
         layers = [Layer(str(file), read_yaml(Path(file))) for file in workflow.configfiles]
         layers += [Layer("--config", workflow.config_settings.config) for _ in overrides]
-        for layer in layers if IS_DEFAULT else ():  # Snakemake has merged the files of --configfile
+        for layer in layers:  # again those of --configfile: Snakemake's reader takes 12:00:00 for a number
             update_config(config, layer.values)
         update_config(config, sections(options.config or () if options else ()))
         parsed = parse_config(config, source, layers)
         use_merged(write_merged(parsed, source))
     cluster = load_cluster(Path(parsed.cluster))
     if workflow.is_main_process:
+        remove_options(cluster, os.environ)
         check_executor(cluster, parsed.cluster, executor_of(options))
         check_until((options.until or ()) if options else (), parsed)
         if options and (lines := missing_options(options)):
@@ -245,8 +247,17 @@ def recorded(made):
 def settings_of(run, stage):
     """Return the settings by which Snakemake decides whether a stage of a run is run again."""
     paths = RunDir(ROOT / run)
-    made = {"plan": paths.plan, "render": paths.training, "consolidate": paths.model_receipt}.get(stage)
-    return rerun_text(stage, values(run), paths, recorded(made) if made else None)
+    made = {
+        "fetch": paths.sources,
+        "plan": paths.plan,
+        "render": paths.training,
+        "data": paths.data_receipt,
+        "train": paths.train_receipt,
+        "consolidate": paths.model_receipt,
+        "evaluate": paths.evaluation,
+        "push": paths.push_receipt,
+    }
+    return rerun_text(stage, values(run), paths, recorded(made[stage]))
 
 
 def settings(stage):

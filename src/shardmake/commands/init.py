@@ -14,13 +14,13 @@ import typer
 import yaml
 
 from shardmake.commands.workflow import DEFAULT_CONFIG, LOCAL_CLUSTER
-from shardmake.config.foreign_files import Translation, translate
 from shardmake.config.inputs import check_inputs
 from shardmake.config.load import load_cluster, parse_config
 from shardmake.config.methods import DEFAULT_METHOD, METHODS
 from shardmake.config.models import Data, Method, Objective
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.parse_text import parse_yaml
+from shardmake.config.translate import Translation, translate
 from shardmake.core.environment import PROJECT
 from shardmake.core.errors import ConfigError, DataError
 from shardmake.core.nested import overlay

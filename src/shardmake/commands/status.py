@@ -181,9 +181,10 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
     A stage is outdated if an earlier one that it uses is not done.
     """
     made = {
-        "fetch": [rundir.sources, rundir.weights_receipt], "plan": [rundir.plan],
-        "render": [rundir.training, rundir.rendered], "data": [rundir.data_receipt],
-        "train": [rundir.train_receipt], "consolidate": [rundir.model_receipt], "evaluate": [rundir.evaluation],
+        "fetch": [rundir.sources, rundir.weights_receipt], "plan": [rundir.plan, rundir.memory_table],
+        "render": [rundir.accelerate, rundir.deepspeed, rundir.training, rundir.fallbacks, rundir.rendered],
+        "data": [rundir.data_receipt], "train": [rundir.train_receipt], "consolidate": [rundir.model_receipt],
+        "evaluate": [rundir.evaluation],
         **({"push": [rundir.push_receipt]} if run.push else {}),
     }  # fmt: skip
     values, found = values_of(run, cluster), Stages()

@@ -6,6 +6,7 @@ finished is also made again after any other change that it reads, so that the ch
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Final, get_args
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from shardmake.config.inputs import is_local
 from shardmake.config.models import OBJECTIVE_SECTIONS, Cluster, Run, Section
 from shardmake.config.script_file import script_file
 from shardmake.config.settings import run_keys
@@ -238,8 +240,28 @@ _masked = functools.lru_cache(maxsize=4096)(mask)
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return ``key: old -> new`` for each key of ``old`` and ``new`` that differs."""
+    """Return ``key: old -> new`` for each key of ``old`` and ``new`` that differs, if not only in a path's spelling."""
     keys = [*new, *(key for key in old if key not in new)]
     return [
-        f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}" for key in keys if old.get(key) != new.get(key)
+        f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in keys
+        if old.get(key) != new.get(key)
+        and not (key in old and key in new and _is_path(key) and _normalized(old[key]) == _normalized(new[key]))
     ]
+
+
+@functools.cache
+def _is_path(key: str) -> bool:
+    """Return whether the value of ``key`` may be a path, in which the home folder is expanded."""
+    try:
+        read: object = TypeAdapter(_FIELDS[key].rebuild_annotation()).validate_python("~/x")
+        return read != "~/x"
+    except (KeyError, ValidationError):
+        return False
+
+
+def _normalized(text: str) -> str:
+    """Return the text of a path, or of a list of sources, with the normal spelling of each local path."""
+    if text.startswith("[{"):
+        return json.dumps([{**one, "source": _normalized(one["source"])} for one in json.loads(text)])
+    return os.path.normpath(text) if is_local(text) and is_local(os.path.normpath(text)) else text

@@ -3,9 +3,10 @@
 An error message names the key, the value, the allowed values and the nearest spelling.
 """
 
+import contextlib
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -13,11 +14,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shardmake.config.checks import contradictions
+from shardmake.config.foreign_files import TOOLS
 from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, note_origins, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
 from shardmake.config.parse_text import DuplicateKeyError, parse_yaml
 from shardmake.config.schema import KEY_ITSELF, Schema
 from shardmake.config.settings import SETTINGS
+from shardmake.config.slurm_options import OF_A_NODE, SLURM_OPTIONS
 from shardmake.core.errors import ConfigError, nearest
 from shardmake.core.secrets import keys_of_tokens
 
@@ -206,14 +209,51 @@ def _unknown_key(schema: Schema, detail: Detail) -> str:
     section = schema.section(schema.walk(detail["loc"][:-1])[1])
     assert section is not None
     allowed = [*section["properties"], *_RESOLVED.get(section["title"], ())]
-    key, names = str(detail["loc"][-1]), dict[str, str]()
-    for row in SETTINGS.values():
-        names |= dict.fromkeys(row.trainer, row.key) if row.key in allowed else {}
+    key, title = str(detail["loc"][-1]), section["title"]
+    option = SLURM_OPTIONS.get(key.replace("_", "-"))
+    if title == "Slurm" and option and option.refused:
+        return f"it cannot be given here: {option.refused}."
+    names = dict(_names_elsewhere(title, allowed, {key: detail["input"]}))
     for place, other in schema.sections():
         names |= {name: f"{place}.{name}" for name in other["properties"] if not place.endswith("ENTRY")}
-    meant = f" Did you mean {names[key]!r}?" if key in names else nearest(key, allowed)
-    others = " Other options of sbatch go under extra." if section["title"] == "Slurm" else ""
+    name = key.replace("-", "_")
+    meant = f" Did you mean {names[name]!r}?" if name in names else nearest(key, allowed)
+    others = " Other options of sbatch go under extra." if title == "Slurm" else ""
     return f"there is no such key.{meant} Allowed here: {', '.join(allowed)}.{others}"
+
+
+def _names_elsewhere(title: str, allowed: Sequence[str], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names that other programs have for ``allowed``, the keys of the section ``title``, each with the key.
+
+    ``given`` is the unknown key with its value.
+    """
+    for row in SETTINGS.values():
+        names = (*(name for name in row.deepspeed_keys if not name.endswith((".type", ".enabled"))), *row.trainer)
+        yield from ((name.rpartition(".")[2], row.key) for name in names if row.key in allowed)
+    for name, key in _names_of_tools(given):
+        section, _, last = key.rpartition(".")
+        if key.partition(".")[0] in allowed:
+            yield name, key
+        elif section and last in allowed:
+            yield from ((name, last), (name.removeprefix(f"{section}_"), last))
+    if title in ("Cluster", "Slurm"):
+        place = "slurm." if title == "Cluster" else ""
+        for option in SLURM_OPTIONS.values():
+            if not option.refused:
+                yield option.flag.replace("-", "_"), place + (option.key or f"extra.{option.flag}")
+        yield from dict.fromkeys(("module", "modules"), f"{place}setup").items()
+    if title == "Cluster":
+        yield from OF_A_NODE.items()
+
+
+def _names_of_tools(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names of training tools, each with the key of a run; those that a function translates only if ``given``."""
+    for name, row in ((name, row) for tool in TOOLS for name, row in tool.keys.items()):
+        if isinstance(row, str):
+            yield name, row
+        elif name in given:
+            with contextlib.suppress(Exception):  # a value that the tool itself would refuse
+                yield from ((name, key) for key in (row(given[name], given) or {}) if key)
 
 
 def _wrong_value(schema: Schema, detail: Detail) -> str:
@@ -230,4 +270,6 @@ def _yaml_hint(value: Any, allowed: list[str]) -> str:
         return " YAML reads on, off, yes and no as true or false. Put the word in quotes."
     if isinstance(value, int | float) and "text" in allowed:
         return " YAML reads this as a number. Put it in quotes."
+    if isinstance(value, list) and "text" in allowed:
+        return " YAML reads text that begins with [ as a list. Put it in quotes."
     return ""

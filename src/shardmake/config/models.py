@@ -24,6 +24,7 @@ from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, de
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, variable_problems
 from shardmake.config.slurm_options import clashes, find_option, why_refused, why_refused_of_step
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
+from shardmake.core.environment import unset_variable
 
 TRACKERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tensorboard": ("tensorboard", "tensorboardX"),
@@ -589,8 +590,8 @@ class Run(Section):
     """Optimizer steps between evaluations. `auto`: about ten evaluations per run; none with `sequence_parallel`."""
     report_to: list[Tracker] = Field(default_factory=list)
     """Trackers of loss, learning rate and speed. tensorboard, wandb, mlflow and trackio write to `train/` in the run's
-    folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...), one chart for all attempts; the others,
-    transformers' own, begin a chart with each attempt."""
+    folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...). tensorboard, wandb and trackio have one
+    chart for all attempts, all others one for each."""
     profile: Profile | None = None
     """Record steps with torch's profiler, into `train/profile/`; the report links the trace, which chrome://tracing and
     Perfetto open."""
@@ -788,7 +789,8 @@ class Cluster(Section):
     processes_per_node: values.Ranks = Field(description="Ranks per node: on a GPU node, its number of GPUs.")
     cpus_per_node: values.Count = Field(description="Cores that a job can use on a node.")
     memory_gib_per_node: values.HostMemory = Field(description="Host RAM that a job can use on a node, GiB.")
-    nvme_path: values.PathText | None = Field(None, description="Folder on node-local NVMe for offload.")
+    nvme_path: values.PathText | None = None
+    """Folder on node-local NVMe for offload. Its variables are expanded before the job."""
     nvme_gib_per_node: values.DiskSpace | None = Field(None, description="Free NVMe space per node, GiB.")
     intra_node_gbps: values.Bandwidth | None = None
     """Bandwidth between two GPUs of a node, GB/s each way. Without it, that of the GPU model."""
@@ -814,9 +816,10 @@ class Cluster(Section):
     """Memory of the login node for plans and renderings of one user at once, GiB. Further ones wait."""
     cache: values.PathText | None = None
     """Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."""
-    scratch: values.PathText = "/tmp"
+    scratch: values.PathInJob = "/tmp"
     """Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. Below `/dev/shm` it
-    counts as host RAM."""
+    counts as host RAM. A job expands its variables on its nodes, as in `/local/$SLURM_JOB_ID` or `$TMPDIR`. Without the
+    folder, a training is refused, and login nodes and other stages compile kernels in the temporary folder."""
     purge_days: values.Count | None = None
     """Days after which the site removes unchanged files of the folder of runs. `train` and `shardmake clean --config`
     warn a week before."""
@@ -852,6 +855,10 @@ class Cluster(Section):
             yield f"environment: it has no effect with {other}. Remove the key"
         if self.environment and not self.environment.startswith("/"):
             yield f"environment: {self.environment!r} is not an absolute path. Write one"
+        if self.executor == "local" and (unset := unset_variable(self.scratch)):
+            yield f"scratch: {self.scratch!r}: the environment variable {unset} is not set. Set it, or write the path"
+        if self.slurm.container and not self.scratch_above_variables:
+            yield f"scratch: {self.scratch!r} cannot be bound into slurm.container. Begin it with the path of a folder"
         if self.slurm.container and "PYTHONPATH" in self.env:
             yield (
                 "env: PYTHONPATH cannot be combined with slurm.container, which sets it so that the image's Python "
@@ -872,6 +879,12 @@ class Cluster(Section):
     def variables(self) -> dict[str, str]:
         """Return `env` as text."""
         return {name: str(value) for name, value in self.env.items()}
+
+    @property
+    def scratch_above_variables(self) -> str:
+        """Return `scratch`, up to the folder above its first variable; empty if it begins with one."""
+        before, variable, _ = self.scratch.partition("$")
+        return before.rpartition("/")[0] if variable else before
 
     @property
     def scratch_in_memory(self) -> bool:

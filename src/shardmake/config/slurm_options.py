@@ -1,5 +1,6 @@
 """The table of Slurm's options: one row per option of sbatch, with its names in the programs that submit jobs."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class SlurmOption:
     """Jobs without a GPU leave it out if they have a partition of their own."""
 
 
+_TRES = ("tres-per-job", "tres-per-node", "tres-per-socket")
 _SET_BY_DRIVERS = ("begin", "dependency", "no-requeue", "requeue")
 _REFUSED_OF_STEPS: Final[Mapping[str, str]] = {
     "nodes": "the plan decides them; write the key nodes of the run, or max_nodes of the cluster file",
@@ -98,7 +100,7 @@ _ROWS = (
     SlurmOption("exclusive", until=JobKind.EVALUATE),
     SlurmOption("reservation", of_partition=True),
     *(SlurmOption(flag, until=JobKind.TRAINING, refused=reason) for flag, reason in _REFUSED.items()),
-    *(SlurmOption(flag, until=JobKind.TRAINING) for flag in ("nodelist", "time-min")),
+    *(SlurmOption(flag, until=JobKind.TRAINING) for flag in ("nodelist", "time-min", *_TRES)),
     *(SlurmOption(flag, until=JobKind.CPU_STAGE) for flag in _SET_BY_DRIVERS),
 )
 SLURM_OPTIONS: Final[Mapping[str, SlurmOption]] = {row.flag: row for row in _ROWS}
@@ -115,12 +117,34 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 """sbatch's letters, and a name that its help does not have."""
 
 
+OF_A_NODE: Final = {
+    "mem": "memory_gib_per_node",
+    **dict.fromkeys(("gpus_per_node", "nproc_per_node", "num_gpus"), "processes_per_node"),
+}
+"""Names of Slurm and the launchers for sizes of a node, which are keys of the cluster file."""
+
+
 def find_option(name: str) -> SlurmOption:
     """Return the row of an option as a person spells it, such as ``--mail_type``, ``-L`` or sbatch's abbreviations."""
     flag = name.lstrip("-").replace("_", "-")
     flag = _OTHER_NAMES.get(flag, flag)
     longer = [row for row in _ROWS if flag and row.flag.startswith(flag)]
     return SLURM_OPTIONS.get(flag) or (longer[0] if len(longer) == 1 else SlurmOption(flag))
+
+
+_VARIABLES: Final = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "ARRAY_INX": "array", "DEBUG": "verbose"}
+
+
+def inherited(flag: str) -> str | None:
+    """Return what the environment gives to sbatch for an option that the cluster file leaves open: SBATCH_ACCOUNT."""
+    return os.environ.get(f"SBATCH_{flag.upper()}") or None
+
+
+def option_of_variable(name: str) -> SlurmOption:
+    """Return the row of the option that the environment variable ``name`` gives to sbatch, such as SBATCH_TIMELIMIT."""
+    word = name.removeprefix("SBATCH_")
+    flag = _VARIABLES.get(word, word.lower().replace("_", "-"))
+    return SLURM_OPTIONS.get(flag, SlurmOption(flag))
 
 
 def why_refused(name: str) -> str:
@@ -144,7 +168,16 @@ def why_refused_of_step(word: str, before: str = "") -> str:
 
 def clashes(extra: Mapping[str, object], memory: str, gpu_request: str) -> Iterator[str]:
     """Yield which options of `slurm.extra` request again what the keys `memory` and `gpu_request` do."""
+    if extra.get("cpus-per-task"):
+        yield "slurm.extra: 'cpus-per-task' is what the plan takes of cpus_per_node. Write that key"
+    for flag, key in (("mem", "memory"), ("gres", "gpu_request")):
+        if extra.get(flag) is False:
+            yield f"slurm.extra: {flag!r} cannot be left out here. Write slurm.{key}: none"
+    for flag, other in (("requeue", "no-requeue"), ("exclusive", "oversubscribe")):
+        if extra.get(flag) and extra.get(other):
+            yield f"slurm.extra: {flag!r} cannot be combined with {other!r}. Remove one of them"
     if memory == "per_cpu" and extra.get("mem"):
         yield "slurm.extra: 'mem' cannot be combined with slurm.memory: per_cpu. Remove one of them"
-    if gpu_request != "none" and re.search(r"(^|,)(gres/)?gpu\b", str(extra.get("gres"))):
-        yield "slurm.extra: 'gres' has GPUs, which slurm.gpu_request requests. Write slurm.gpu_type instead"
+    for flag in ("gres", *_TRES):
+        if gpu_request != "none" and re.search(r"(^|,)(gres[/:])?gpu\b", str(extra.get(flag))):
+            yield f"slurm.extra: {flag!r} has GPUs, which slurm.gpu_request requests. Write slurm.gpu_type instead"

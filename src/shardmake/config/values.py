@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from shardmake.core.environment import unset_variable
 from shardmake.core.secrets import is_secret
 from shardmake.core.units import parse_size
 
@@ -26,21 +27,24 @@ def _number(value: Any) -> Any:
     return value
 
 
-def expand(text: str) -> str:
-    """Expand ``~`` and environment variables in a path; refuse unknown ones, which would be taken literally."""
+def _expand_home(text: str) -> str:
+    """Expand ``~`` in a path; its variables stay."""
     if not text or re.search(r"[\x00-\x1f\x7f]", text):
         raise ValueError(f"{text!r} cannot be a path or an id. Write it without control characters, or remove the key")
     try:
-        path = str(Path(text).expanduser()) if text.startswith("~") else text
+        return str(Path(text).expanduser()) if text.startswith("~") else text
     except RuntimeError:
         raise ValueError(f"{text!r} cannot be expanded: there is no such user. Write the path") from None
-    expanded = os.path.expandvars(path)
-    if unknown := re.search(r"\$(?:(\w+)|\{(\w+)\})", expanded):
+
+
+def expand(text: str) -> str:
+    """Expand ``~`` and environment variables in a path; refuse unknown ones, which would be taken literally."""
+    path = _expand_home(text)
+    if unknown := unset_variable(path):
         raise ValueError(
-            f"{text!r} cannot be expanded: the environment variable {unknown[1] or unknown[2]} is not set. "
-            "Set it, or write the path"
+            f"{text!r} cannot be expanded: the environment variable {unknown} is not set. Set it, or write the path"
         )
-    return expanded
+    return os.path.expandvars(path)
 
 
 def check_bind(text: str) -> str:
@@ -134,6 +138,8 @@ def with_run_name(name: Any, run: Any) -> Any:
 
 AsNumber = BeforeValidator(_number)
 PathText = Annotated[str, AfterValidator(expand)]
+PathInJob = Annotated[str, AfterValidator(_expand_home)]
+"""Its variables are expanded on the node, because only jobs may have them."""
 FileSize = Annotated[str, AfterValidator(_size)]
 LiteralText = Annotated[str, _matching(
     r"(?s)(?!.*\$\{?\w).*",

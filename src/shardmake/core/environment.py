@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,13 +19,28 @@ PROJECT = packed if (packed := _PACKAGE / "project").is_dir() else _PACKAGE.pare
 """Folder with the workflow, its profiles and the constraints: in a wheel that of the package, else the checkout."""
 
 
+def unset_variable(text: str) -> str:
+    """Return the first environment variable in ``text`` that is not set in this process; empty if all are."""
+    found = re.search(r"\$(?:(\w+)|\{(\w+)\})", os.path.expandvars(text))
+    return found[1] or found[2] if found else ""
+
+
+def scratch_folder(scratch: str) -> Path:
+    """Return the cluster's ``scratch`` on this machine, in a job with the job's variables.
+
+    If the folder does not exist, as on a login node or in a job that requests no local disk, it is the temporary one.
+    """
+    folder = Path(os.path.expandvars(scratch))
+    return folder if folder.is_dir() else Path(tempfile.gettempdir())
+
+
 def kernel_caches(scratch: str) -> dict[str, str]:
     """Return environment variables with which DeepSpeed, Triton and Inductor keep their caches in ``scratch``.
 
     On a network file system nodes would write to the same cache at once. A folder shared between users would belong
     to the first of them. The libraries load code from these folders, so they are this user's alone.
     """
-    folder = private_folder(Path(scratch) / f"shardmake-{os.getuid()}")
+    folder = private_folder(scratch_folder(scratch) / f"shardmake-{os.getuid()}")
     return {
         "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         "TRITON_CACHE_DIR": str(folder / "triton"),

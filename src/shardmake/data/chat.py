@@ -168,6 +168,8 @@ class ChatTemplate:
         else:
             regions = self._locate(whole, conversation, index + 1, None)
             floor, start = regions[index - 1][1] if index else 0, regions[index][0]
+            if not any(piece.message == index for piece in conversation.pieces):
+                start = self._place_of_text(conversation, index, whole, count)
             if context is None:
                 found = whole.rfind(prompt, floor, start) if prompt else -1
                 start = start if found < 0 else found + len(prompt)
@@ -188,6 +190,12 @@ class ChatTemplate:
         elif count > index + 1:
             text = text[: stop.end()]
         return _Shape([Rendered(text, ((start, stop.end() if stop else len(text)),))], checks)
+
+    def _place_of_text(self, conversation: _Conversation, index: int, whole: str, count: int) -> int:
+        """Return where message ``index``, which is empty, would have a text in ``whole``, the first ``count``."""
+        shown = conversation.messages[:count]
+        shown[index : index + 1] = self._adapted([{**shown[index], "content": placeholder(_NEXT)}])
+        return common_length(whole, self._render(conversation, shown))
 
     def _warn_of_open(self, prompt: str, header: str, rest: str) -> None:
         """Log a warning once if the ``prompt`` of generation opens what ``header`` lacks and ``rest`` does not end."""
@@ -372,7 +380,10 @@ class ChatTemplate:
                 "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide "
                 "the data as prompt and completion text."
             )
-        found = (str(self.tokenizer.get_chat_template(tools=tools)) for tools in (None, list[Any]()))
+        try:
+            found = [str(self.tokenizer.get_chat_template(tools=tools)) for tools in (None, list[Any]())]
+        except ValueError as error:  # several templates, none of which is the default
+            raise ModelError(f"{' '.join(str(error).split())} Name a file with one in data.chat_template.") from None
         return [fix_clock(one, self.day) if self.day else one for one in found]
 
     def _render(self, conversation: _Conversation | None, messages: Sequence[Message], *, header: bool = False) -> str:

@@ -23,7 +23,7 @@ from shardmake.core.errors import ConfigError, DataError, ShardmakeError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
-from shardmake.data.layout import ELSEWHERE, MASK, MESSAGE_KEYS, Layout, check_named, recognize
+from shardmake.data.layout import ELSEWHERE, HISTORY, MASK, MESSAGE_KEYS, Layout, check_named, label_of, recognize
 from shardmake.data.packing import APART, KEPT, fit, fit_pair
 from shardmake.data.placeholders import BadRowError, Rendered
 from shardmake.data.sources import EVAL_SPLITS, FIRST_ROWS, TRAIN_SPLITS, Source, first_rows, locate
@@ -122,19 +122,29 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
     """Return the encoder for the data of ``part``, and log what was recognized."""
     layout, run = part.layout, part.run
     columns = list(dict.fromkeys(column for row in part.rows for column in row.example))
-    unused = [column for column in columns if column not in (MASK, *layout.columns.values())]
+    unused = [column for column in columns if column not in (MASK, HISTORY, *layout.columns.values())]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     if layout.format == "chat" and (name := layout.columns["system"]) in columns:
         rest += f" Text in the column {name} is the system message of conversations without one."
     if keys := sorted(_unread_keys(part, chat)):
         rest += f" Keys of messages that are not used: {', '.join(keys)}."
     logger.log(logging.INFO if log else logging.DEBUG, f"{part.source}: the examples are in the format {layout}.{rest}")
-    for column in [column for column in unused if column in ELSEWHERE] if log else ():
+    said = {column: "what is learned" for column in unused if any(_is_mask(row, column, layout) for row in part.rows)}
+    said |= {column: ELSEWHERE[column] for column in unused if column in ELSEWHERE}
+    for column, words in said.items() if log else ():
         logger.warning(
-            f"{part.source}: the column {column} is not used, from which other tools take {ELSEWHERE[column]}. Name it "
+            f"{part.source}: the column {column} is not used, from which other tools take {words}. Name it "
             "with data.columns if the format has a column for it. Otherwise, write it into the examples or remove it."
         )
     return Encoder(chat, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
+
+
+def _is_mask(row: Row, column: str, layout: Layout) -> bool:
+    """Return True if ``column`` has 0 or 1 for each message of ``row``."""
+    value, messages = row.example.get(column), row.example.get(layout.columns.get("messages", ""))
+    if not isinstance(value, list) or not isinstance(messages, list):
+        return False
+    return len(value) == len(messages) and all(entry in (0, 1) for entry in value)
 
 
 def _unread_keys(part: Part, chat: ChatTemplate) -> set[str]:
@@ -205,7 +215,7 @@ def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> I
         fitted = [piece for tokens in encoded for piece in fit(tokens, length, split=format == "text")]
     if format == "unpaired-preference":
         ids, mask = encoded[0]
-        others["label"] = row.example[encoder.layout.columns["label"]]
+        others["label"] = label_of(row.example[encoder.layout.columns["label"]])
         others["cut_ids"] = ids[length : mask.argmax() + length - 1] if mask.any() else []
     is_apart = format != "preference" and len(encoded) > 1
     for number, ((ids, mask), outcome) in enumerate(fitted):

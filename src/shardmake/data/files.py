@@ -48,7 +48,9 @@ def open_row(row: RawRow) -> Row:
         return Row(place, content)
     try:
         line = content.rstrip()
-        example = _ROW_DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
+        example = _ROW_DECODER.decode(line.decode("utf-8-sig", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is not UTF-8 text: {error}. Save the file as UTF-8.") from None
     except KeyError as error:
         raise DataError(f"{place} has the key {error.args[0]!r} twice in one object. Remove one.") from None
     except json.JSONDecodeError as error:

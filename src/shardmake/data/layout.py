@@ -8,6 +8,7 @@ with a chosen and a rejected answer, or text.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product, zip_longest
 from typing import Any, Final, TypeVar
 
 from shardmake.config.formats import FORMATS, RAW, DataFormat
@@ -22,6 +23,8 @@ REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold what the model thinks before it answers."""
 MASK: Final = "loss_mask"
 """Column of what is learned: one entry for each message."""
+HISTORY: Final = "history"
+"""Column of earlier turns beside an instruction, as LLaMA-Factory and ms-swift write them."""
 _MARKS: Final = ("train", "training", "train_detail", "loss", "loss_scale", MASK, "step_loss_mask", "weight")
 """Keys of Axolotl, ms-swift, VeOmni, slime and OpenAI that are 0 or false for a message that is not learned."""
 MESSAGE_KEYS: Final = (*REASONING_KEYS, *_MARKS, "tool_calls", "function_call", "tool_call_id")
@@ -31,9 +34,21 @@ _ROLES: Final[Mapping[str, str]] = {
     "system": "system", "developer": "developer", "human": "user", "user": "user", "gpt": "assistant",
     "assistant": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
     "function_call": "assistant", "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+    "tool_call": "assistant", "tool_response": "tool",
 }  # fmt: skip
-"""Roles of ShareGPT, and the roles that chat templates use for them."""
-_OTHER_COLUMN: Final[Mapping[str, str]] = {"chat": "conversations", "sharegpt": "messages"}
+"""Roles of ShareGPT and ms-swift, and the roles that chat templates use for them."""
+_CALLING: Final = ("function_call", "tool_call")
+"""Roles of messages whose text is a call of a tool, or a list of calls, as JSON."""
+_OTHER_COLUMNS: Final[Sequence[tuple[DataFormat, Mapping[str, str]]]] = (
+    ("chat", {"messages": "conversations"}), ("sharegpt", {"messages": "messages"}),
+    ("alpaca", {"instruction": "query", "output": "response"}),
+    ("preference", {"chosen": "messages", "rejected": "rejected_response"}),
+    ("preference", {"chosen": "messages", "rejected": "rejected_messages"}),
+    ("unpaired-preference", {"prompt": "messages", "completion": "messages"}),
+)  # fmt: skip
+"""Columns of one kind of conversation with the keys of the other, and those of ms-swift."""
+_QUESTIONS: Final = ("instruction", "question", "query", "input")
+"""Columns that hold the prompt of a pair in data sets for other tools."""
 _MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of data sets whose conversations refer to images, films or sounds."""
 ELSEWHERE: Final[Mapping[str, str]] = {
@@ -53,7 +68,7 @@ class Layout:
     """Columns that ``data.columns`` names."""
 
     def __str__(self) -> str:
-        required = ", ".join(self.columns[column] for column in FORMATS[self.format].required)
+        required = ", ".join(dict.fromkeys(self.columns[column] for column in FORMATS[self.format].required))
         return f"{self.format} ({required})"
 
     def standardize(self, example: Example, place: str) -> dict[str, Any]:
@@ -72,13 +87,9 @@ class Layout:
                 f"this example has {' and '.join(media)}. Only text is trained, also of models that take images or "
                 "sounds. Remove such examples, or the column if their text stands alone."
             )
-        if (
-            isinstance(example.get("history"), list)
-            and example["history"]
-            and self.format in ("alpaca", "prompt-completion")
-        ):
+        if self.format == "prompt-completion" and isinstance(example.get(HISTORY), list) and example[HISTORY]:
             raise DataError(
-                "this example has earlier turns in the column history, which its answer would lack. Write the whole "
+                f"this example has earlier turns in the column {HISTORY}, which its answer would lack. Write the whole "
                 "conversation as messages."
             )
         masked = example.get(MASK, []), example.get(self.columns.get("messages", ""), [])
@@ -106,13 +117,17 @@ class Layout:
             found |= self._pair(example)
         elif self.format == "chat" or self.format == "sharegpt":
             found["messages"] = self._with_system(example, self._messages(example, "messages"))
+        elif self.columns["prompt"] == self.columns["completion"]:
+            messages = self._messages(example, "completion")
+            found |= {"prompt": messages[:-1], "completion": messages[-1:]}
         else:
             read = self._text if isinstance(example[self.columns["prompt"]], str) else self._messages
             found |= {column: read(example, column) for column in ("prompt", "completion")}
         if self.format == "unpaired-preference":
-            found["label"] = example[name := self.columns["label"]]
-            if not isinstance(found["label"], bool):
-                raise DataError(f"{name} is {found['label']!r}. Write true or false: is the completion desirable?")
+            label = example[name := self.columns["label"]]
+            found["label"] = label_of(label)
+            if found["label"] is None:
+                raise DataError(f"{name} is {label!r}. Write true or false: is the completion desirable?")
         if isinstance(found.get("prompt"), str) and found["tools"]:
             raise DataError(
                 f"{self.columns['tools']} belongs to a conversation, and {self.columns['prompt']} is text. Write both "
@@ -129,10 +144,19 @@ class Layout:
         return _encodable(example[name], name)
 
     def _instruction(self, example: Example) -> list[Message]:
-        """Return an Alpaca example as a conversation; the input follows the instruction after an empty line."""
+        """Return an Alpaca example as a conversation; the input follows the instruction after an empty line.
+
+        The column history may have pairs of earlier texts, which LLaMA-Factory and ms-swift learn as well.
+        """
         asked, given = self._text(example, "instruction"), self._text(example, "input", optional=True)
-        said = {"user": f"{asked}\n\n{given}" if given else asked, "assistant": self._text(example, "output")}
-        return self._with_system(example, [{"role": role, "content": text} for role, text in said.items()])
+        last = [f"{asked}\n\n{given}" if given else asked, self._text(example, "output")]
+        turns, roles = [*(example.get(HISTORY) or ()), last], ("user", "assistant")
+        if not all(isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in turns):
+            raise DataError(
+                f"{HISTORY} is not a list of pairs, each a question and its answer as texts. Write it so, or remove it."
+            )
+        said = [pair for turn in turns for pair in zip(roles, _encodable(turn, HISTORY), strict=True)]
+        return self._with_system(example, [{"role": role, "content": text} for role, text in said])
 
     def _with_system(self, example: Example, messages: list[Message]) -> list[Message]:
         """Return ``messages`` after the system message of a column of its own, if there is one.
@@ -156,44 +180,78 @@ class Layout:
         """Return prompt, chosen and rejected, all text or all messages; a prompt of their own is their common start.
 
         A text as the prompt of two conversations, as in UltraFeedback, must be that of a user's message in their common
-        start, so that no other prompt is ignored.
+        start, so that no other prompt is ignored; before answers alone it is that message.
         """
-        prompt = example.get(self.columns["prompt"])
-        is_repeated = isinstance(prompt, str) and isinstance(example[self.columns["chosen"]], list)
-        columns = ["prompt"] * (prompt is not None and not is_repeated) + ["chosen", "rejected"]
+        prompt, chosen, rejected = (example.get(self.columns[column]) for column in ("prompt", "chosen", "rejected"))
+        if isinstance(chosen, list) and isinstance(rejected, str):  # ms-swift's: in place of the last message
+            other = dict(zip((self.columns["role"], self.columns["content"]), ("assistant", rejected), strict=True))
+            example = {**example, self.columns["rejected"]: [*chosen[:-1], other]}
+        is_apart = isinstance(prompt, str) and isinstance(chosen, list | dict)
+        columns = ["prompt"] * (prompt is not None and not is_apart) + ["chosen", "rejected"]
         kinds = {self.columns[column]: isinstance(example[self.columns[column]], str) for column in columns}
         if len(set(kinds.values())) > 1:
             described = ", ".join(f"{name} is {'text' if text else 'not text'}" for name, text in kinds.items())
             raise DataError(f"{described}. Write all of them as text, or all as lists of messages.")
         read = self._text if all(kinds.values()) else self._messages
         found: dict[str, Any] = {column: read(example, column) for column in columns}
+        if is_apart and {found[column][0]["role"] for column in columns} == {"assistant"}:
+            return {"prompt": [{"role": "user", "content": self._text(example, "prompt")}], **found}
         pair = found if "prompt" in found else split_prompt(found["chosen"], found["rejected"])
-        asked = [m["content"].strip() for m in pair["prompt"] if m["role"] == "user"] if is_repeated else []
-        if is_repeated and self._text(example, "prompt").strip() not in asked:
-            raise DataError(
-                "{prompt} is text, and not the text of a user's message at the start of {chosen} and {rejected}. Add "
-                "that message to both, or write the prompt as a list of messages.".format(**self.columns)
-            )
+        if isinstance(pair["chosen"], list):
+            pair = self._answers(pair)
+        is_text = isinstance(pair["prompt"], str)
+        asked = pair["prompt"] if is_text else [m["content"].strip() for m in pair["prompt"] if m["role"] == "user"]
+        beside = [self.columns["prompt"]] if is_apart else _QUESTIONS if is_text and prompt is None else ()
+        for name in beside:
+            if isinstance(text := example.get(name), str) and text.strip() not in asked:
+                raise DataError(
+                    f"{' and '.join(kinds)} do not begin with the text of {name}. Write both with it, "
+                    f"{'or remove it' if is_apart else 'or name it with data.columns.prompt'}."
+                )
         return pair
+
+    def _answers(self, pair: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``pair`` of messages without a prompt that both answers repeat; raise `DataError` for no answers."""
+        size = len(pair["prompt"])
+        answers = {column: pair[column] for column in ("chosen", "rejected")}
+        if all(answer[:size] == pair["prompt"] for answer in answers.values()):
+            answers = {column: answer[size:] for column, answer in answers.items()}
+        first = next((both for both in zip_longest(*answers.values()) if both[0] != both[1]), ())
+        if any(message and message["role"] != "assistant" for message in first):
+            raise DataError(
+                f"{self.columns['chosen']} and {self.columns['rejected']} differ before a message of the assistant. "
+                "Only answers to one prompt can be compared. Write the same messages before both."
+            )
+        return {"prompt": pair["prompt"], **answers}
 
     def _messages(self, example: Example, column: str) -> list[Message]:
         role, content, name = self.columns["role"], self.columns["content"], self.columns[column]
         messages = [example[name]] if isinstance(example[name], dict) else example[name]
+        if isinstance(messages, str) and messages.lstrip().startswith("["):  # as in CSV
+            messages = _parsed(messages, f"{name} is", "a list of messages", None)
         if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and role in m for m in messages)):
             raise DataError(f"{name} is not a list of messages, each with a {role} and a {content}.")
         if column == "messages" and MASK in example:
             messages = [{**message, MASK: entry} for message, entry in zip(messages, example[MASK], strict=True)]
         found = list[Message]()
-        for message in messages:
+        for number, message in enumerate(messages):
             try:
-                found.append(self._message(message, role, content))
+                made, before = self._message(message, role, content), (found or [{"role": ""}])[-1]
             except DataError as error:
-                raise DataError(f"{name}[{len(found)}]{error}") from None
+                raise DataError(f"{name}[{number}]{error}") from None
+            if (
+                message[role] == "tool_call"
+                and is_learned(before) == is_learned(made)
+                and before["role"] == made["role"]
+            ):
+                found[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *made["tool_calls"]]}
+            else:
+                found.append(made)
         return found
 
     def _message(self, message: Message, role: str, content: str) -> Message:
         """Return ``message`` under the usual keys; errors begin with the rest of its place."""
-        if len(message) == 2 and message[role] != "function_call" and isinstance(message.get(content), str):
+        if len(message) == 2 and message[role] not in _CALLING and isinstance(message.get(content), str):
             return {"role": self._role(message[role], role), "content": _encodable(message[content], f".{content}")}
         rest = {key: value for key, value in message.items() if key not in (role, content) and value is not None}
         older = _parsed(rest.pop("function_call", None), ".function_call is", _CALL, None)
@@ -201,7 +259,7 @@ class Layout:
             older = None
         calls = _calls(rest.pop("tool_calls", None), ".tool_calls")
         calls = calls or _calls([older] if older else None, ".function_call")
-        if self.format == "sharegpt" and message[role] == "function_call":
+        if message[role] in _CALLING:
             made = _parsed(message.get(content), f".{content} is", _CALL, None)
             message, calls = {**message, content: ""}, _calls(made if isinstance(made, list) else [made], f".{content}")
         if message.get(content) is None and not calls:
@@ -232,7 +290,7 @@ class Layout:
     def _role(self, role: Any, name: str) -> str:
         if not isinstance(role, str):
             raise DataError(f".{name} is {type(role).__name__}, not text.")
-        if self.format != "sharegpt" and name != "from":
+        if self.format != "sharegpt" and name != "from" and role not in (*_CALLING, "tool_response"):
             return role
         if role not in _ROLES:
             raise DataError(f".{name} is {role!r}.{nearest(role, _ROLES)} Allowed: {', '.join(_ROLES)}.")
@@ -242,6 +300,11 @@ class Layout:
 def is_learned(message: Message) -> bool:
     """Return True for a message of the assistant, unless it has weight 0, as in OpenAI's format."""
     return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def label_of(value: Any) -> bool | None:
+    """Return a label, which is text in CSV; None for another value."""
+    return {"true": True, "false": False}.get(str(value).lower())
 
 
 def split_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
@@ -333,11 +396,14 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
 
     layouts = layouts_of(objective)
     fitting = [layout for layout in layouts if given != "auto" or _fits(layout, first)]
-    if not fitting and "messages" not in named:  # the column of one kind of conversation with the keys of the other
+    if not fitting:
+        pairs = product(layouts, _OTHER_COLUMNS)
         swapped = [
-            replace(one, columns={**one.columns, "messages": _OTHER_COLUMN.get(one.format, "")}) for one in layouts
+            replace(one, columns={**one.columns, **other, **named})
+            for one, (format, other) in pairs
+            if one.format == format
         ]
-        fitting = [layout for layout in swapped if layout.format in _OTHER_COLUMN and _fits(layout, first)]
+        fitting = [layout for layout in swapped if _fits(layout, first)]
     if len(fitting) > 1:
         raise DataError(
             f"{place}: the columns fit several formats: {', '.join(map(str, fitting))}. Set data.format to one of them."

@@ -19,6 +19,8 @@ _TEMPLATE: Final = "with data.chat_template."
 _KINDS: Final = {
     "content": ("the text", "Use a role that the template renders (data.format: sharegpt reads names such as human and "
                 f"gpt), or name a template that does {_TEMPLATE}"),
+    "marked": ("the text", f"Remove </think> from it, or name a template that does not cut there {_TEMPLATE}"),
+    "beside": ("the text beside a call of a tool", f"Remove it, or name a template that renders both {_TEMPLATE}"),
     "reasoning": ("the reasoning", f"Remove the reasoning, or name a template that renders it {_TEMPLATE}"),
     "call": ("a call of a tool", f"Name a template that renders calls of tools {_TEMPLATE}"),
     "tools": ("the tools", f"Name a template that renders tools {_TEMPLATE}"),
@@ -86,14 +88,15 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
 
     for index, message in enumerate(messages):
         found, content = dict(message), message["content"]
+        kind = "beside" if message.get("tool_calls") else "content"
         if message.get("reasoning_content"):
             found["reasoning_content"] = hide(index, "reasoning", message["reasoning_content"])
         head, mark, answer = content.rpartition("</think>") if message["role"] == "assistant" else ("", "", content)
         before, tag, thought = head.rpartition("<think>")
         if mark and not before.strip():  # else, the answer is about these marks
-            found["content"] = before + tag + hide(index, "reasoning", thought) + mark + hide(index, "content", answer)
+            found["content"] = before + tag + hide(index, "reasoning", thought) + mark + hide(index, kind, answer)
         else:
-            found["content"] = hide(index, "content", content)
+            found["content"] = hide(index, "marked" if mark else kind, content)
         if isinstance(made := message.get("tool_call_id"), str):
             found["tool_call_id"] = ids.get(made) or hide(index, "id", made)
         if "tool_calls" in message:

@@ -15,7 +15,7 @@ import psutil
 
 from shardmake.checkpoint.record import VISIBLE_SECONDS
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.core.environment import hub_cache, library_versions
+from shardmake.core.environment import hub_cache, library_versions, scratch_folder
 from shardmake.core.process import wait_until
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, MIB, format_bytes
@@ -49,7 +49,7 @@ def host_checks(request: DoctorRequest, folder: Path) -> dict[str, Check]:
         ),
         "shared memory": lambda: check_shared_memory(shutil.disk_usage(SHARED_MEMORY).total),
         "open files": lambda: check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-        "scratch": lambda: check_scratch_folder(Path(cluster.scratch)),
+        "scratch": lambda: check_scratch_folder(cluster.scratch),
         "NVMe": lambda: check_nvme(cluster.nvme_path),
         "hub cache": lambda: check_cache_readable(cluster.cache),
         "shared folder": lambda: check_writable(folder),
@@ -106,10 +106,11 @@ def check_open_files(limit: int) -> Finding:
     return ok_if(unlimited or limit >= FEW_FILES, "open files", found, advice)
 
 
-def check_scratch_folder(scratch: Path) -> Finding:
+def check_scratch_folder(given: str) -> Finding:
     """Return whether the scratch folder is writable, has space, and may hold programs and libraries."""
-    if problems := check_scratch(scratch):
+    if problems := check_scratch(given):
         return problems[0]
+    scratch = scratch_folder(given)
     found = f"{scratch}, {format_bytes(shutil.disk_usage(scratch).free)} free"
     with temporary_folder("doctor", scratch) as place:
         program = place / "program"

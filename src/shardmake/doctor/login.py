@@ -126,8 +126,7 @@ def check_partitions(asked: Slurm) -> Iterator[Finding]:
     except ShardmakeError as error:
         yield stops("partitions", _first_line(str(error)), _LOGIN_NODE)
         return
-    wanted = asked.partition
-    if wanted and wanted not in partitions:
+    for wanted in [name for name in (asked.partition or "").split(",") if name and name not in partitions]:
         names = ", ".join(partitions) or "none"
         found = f"slurm.partition {wanted!r} does not exist; this cluster has {names}"
         yield stops("partitions", found, f"Correct slurm.partition (--partition).{nearest(wanted, partitions)}")

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardmake.core.environment import kernel_caches
+from shardmake.core.environment import kernel_caches, scratch_folder
 from shardmake.doctor import host, kernels, network
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
 from shardmake.launch import gpus
@@ -116,7 +116,7 @@ class _NodeCheck:
     def _start(self, name: str) -> kernels.RunningCheck:
         folder = self.folder.root / f"kernels-{self.node_rank}"
         folder.mkdir(exist_ok=True)
-        scratch = Path(self.request.cluster.scratch)
+        scratch = scratch_folder(self.request.cluster.scratch)
         return kernels.RunningCheck(name, self.folder.request, folder, scratch, self.variables)
 
 

@@ -128,7 +128,7 @@ def job_container(
         links = [path for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_symlink()]
         shared += [folder.parent, folder, *links]
     shared += [path for run in runs for path in named_paths(run)]
-    local = [Path(path) for path in (cluster.scratch, cluster.nvme_path) if path]
+    local = [Path(path) for path in (cluster.scratch_above_variables, cluster.nvme_path) if path]
     folders = [path for path in shared if path is not None and path.exists()]
     binds = [str(path) for path in distinct_folders([*folders, *local])]
     return JobContainer(container, not cluster.is_cpu, (*binds, *container.binds), Path.cwd())

@@ -30,12 +30,12 @@ from shardmake.core.process import wait_until
 from shardmake.launch.driver_script import (
     cancel_stage_jobs,
     jobs_of,
-    leave_job,
     remove_locks,
     stage_jobs_of,
     submit_script,
 )
 from shardmake.launch.slurm_jobs import run_slurm
+from shardmake.launch.slurm_request import leave_job
 from shardmake.run import driver_job
 from shardmake.run.attempt import restarts
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow

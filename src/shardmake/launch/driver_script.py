@@ -2,10 +2,11 @@
 
 import logging
 import math
+import os
 import shlex
 import sys
 import time
-from collections.abc import Collection, MutableMapping, Set
+from collections.abc import Collection, Set
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from shardmake.config.slurm_options import JobKind
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.slurm_jobs import TRANSIENT, list_jobs, run_slurm, submit_with_retry
-from shardmake.launch.slurm_request import SlurmRequest
+from shardmake.launch.slurm_request import SlurmRequest, prepare_submission
 from shardmake.launch.slurm_states import JobStatus
 from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.run.driver_job import DriverDir, DriverState, Workflow, driver_dirs
@@ -29,10 +30,6 @@ _PURPOSE = "list the jobs of the workflow"
 _LOCKS = Path(".snakemake/locks")
 _WAIT_SECONDS = 600
 _POLL_SECONDS = 2.0
-KEPT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT"}
-"""Variables of Slurm that say which cluster is meant, and how, as opposed to in which job a process runs."""
-_OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND", "PMI_", "PMIX_")
-_DEVICES = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"}
 
 
 def time_limit_minutes(slurm: Slurm) -> int:
@@ -51,6 +48,7 @@ def batch_script(cluster: Cluster, name: str, folder: DriverDir) -> str:
     ``singleton`` keeps a second job of the name waiting until the first has ended. A job whose node fails is queued
     again by Slurm, which is safe, because the drivers in it adopt the jobs of the trainings.
     """
+    prepare_submission(cluster, os.environ)
     log = folder.log.absolute()
     request = SlurmRequest(
         cluster,
@@ -178,14 +176,3 @@ def refuse_login_node(cluster: Cluster, rules: Collection[str]) -> None:
             "`slurm.driver: job`, because this site forbids long processes on login nodes. Run `shardmake submit` with "
             "the same arguments, which runs Snakemake in a job."
         )
-
-
-def leave_job(environment: MutableMapping[str, str]) -> None:
-    """Remove what Slurm set for the present job from ``environment``.
-
-    sbatch and srun take many of these variables as their defaults, and Snakemake's executor pauses when it finds
-    itself in a job. The devices are those of this job: a training gets its own.
-    """
-    for name in list(environment):
-        if name in _DEVICES or (name.startswith(_OF_THE_JOB) and name not in KEPT_VARIABLES):
-            del environment[name]

@@ -24,7 +24,7 @@ from shardmake.config.attention import Attention
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json
 from shardmake.core.disk import check_save, named_swap_folders
-from shardmake.core.environment import kernel_caches, library_versions
+from shardmake.core.environment import kernel_caches, library_versions, unset_variable
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import make_private
 from shardmake.core.process import wait_for_output
@@ -79,6 +79,9 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
     )
     if versions and attempt.container:  # every node has the same image
         raise PreflightError(versions, blames_run=True)
+    scratch = check_scratch(attempt.scratch)
+    if scratch and unset_variable(attempt.scratch):
+        raise PreflightError(scratch, blames_run=True)
     model = Path(settings.model.path)
     resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
     files = [attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume]
@@ -89,7 +92,7 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
         *versions,
         # The job may request all memory of a node, which is never all free.
         *check_memory(psutil.virtual_memory().available + READY.memory(), plan.host_memory),
-        *check_scratch(Path(attempt.scratch)),
+        *scratch,
         *check_swap_folders(read_json(folder.deepspeed, "shardmake train NAME")),
         *(stops("files", problem) for problem in denied),
     ]
@@ -173,8 +176,11 @@ def check_memory(available: int, needed: int) -> list[Finding]:
     return [stops("memory", found)]
 
 
-def check_scratch(scratch: Path) -> list[Finding]:
-    """Return a finding if the scratch folder is missing, not writable or full."""
+def check_scratch(given: str) -> list[Finding]:
+    """Return a finding if the scratch folder has an unknown variable, is missing, not writable or full."""
+    if unknown := unset_variable(given):
+        return [stops("scratch", f"scratch: {given}: the job has no variable {unknown} on this node", SCRATCH_ADVICE)]
+    scratch = Path(os.path.expandvars(given))
     if not os.access(scratch, os.W_OK | os.X_OK):
         return [stops("scratch", f"the scratch folder {scratch} cannot be written", SCRATCH_ADVICE)]
     free = shutil.disk_usage(scratch).free

@@ -26,7 +26,7 @@ from shardmake.core.private_names import private
 from shardmake.core.run_folder import make_folder
 from shardmake.launch.container import JobContainer, JobEnvironment, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
-from shardmake.launch.slurm_request import SlurmRequest
+from shardmake.launch.slurm_request import SlurmRequest, prepare_submission
 from shardmake.launch.slurm_states import (
     FORGOTTEN,
     JobState,
@@ -266,6 +266,8 @@ def _task_command(executor: Any, folder: AttemptDir) -> str:
 def make_executor(folder: Path, request: SlurmRequest, container: JobContainer | JobEnvironment | None) -> Any:
     """Return submitit's executor, whose batch script and pickles are in ``folder``, for jobs in ``container``."""
     import submitit
+
+    prepare_submission(request.cluster, os.environ)
 
     class SlurmExecutor(submitit.SlurmExecutor):
         @classmethod

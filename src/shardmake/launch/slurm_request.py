@@ -1,17 +1,71 @@
 """The request of one job to Slurm, in the words of the three programs that submit jobs."""
 
+import logging
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from shardmake.config.models import Cluster
-from shardmake.config.slurm_options import SLURM_OPTIONS, JobKind, SlurmOption, find_option
+from shardmake.config.slurm_options import (
+    SLURM_OPTIONS,
+    JobKind,
+    SlurmOption,
+    find_option,
+    inherited,
+    option_of_variable,
+)
 from shardmake.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 Value = str | int | bool
+_KEPT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT"}
+"""Variables of Slurm that say which cluster is meant, and how, as opposed to in which job a process runs."""
+_OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND", "PMI_", "PMIX_")
+_DEVICES = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"}
+
+
+def leave_job(environment: MutableMapping[str, str]) -> None:
+    """Remove what Slurm set for the present job from ``environment``.
+
+    sbatch and srun take many of these variables as their defaults, and Snakemake's executor pauses when it finds
+    itself in a job. The devices are those of this job: a training gets its own.
+    """
+    for name in list(environment):
+        if name in _DEVICES or (name.startswith(_OF_THE_JOB) and name not in _KEPT_VARIABLES):
+            del environment[name]
+
+
+def prepare_submission(cluster: Cluster, environment: MutableMapping[str, str]) -> None:
+    """Remove the variables of ``environment`` that sbatch would prefer to the lines of a batch script.
+
+    In a job, such as an interactive one, these are also the variables of that job, at which the new job's srun fails.
+    """
+    if "SLURM_JOB_ID" in environment:
+        leave_job(environment)
+    remove_options(cluster, environment)
+
+
+def remove_options(cluster: Cluster, environment: MutableMapping[str, str]) -> None:
+    """Remove sbatch's variables for options that the plan or the cluster file decides, with a warning for each."""
+    slurm = cluster.slurm
+    requested = {
+        **dict.fromkeys(("gres", "gpus", "gpus-per-node"), slurm.gpu_request),
+        **dict.fromkeys(("mem", "mem-per-cpu"), slurm.memory),
+        **dict.fromkeys(("requeue", "no-requeue"), "by the drivers"),
+    }
+    for name in [name for name in environment if name.startswith("SBATCH_") and cluster.executor == "slurm"]:
+        option = option_of_variable(name)
+        is_decided = option.flag in slurm.extra or option.refused or (option.key and getattr(slurm, option.key))
+        if option.flag in requested:
+            is_decided = requested[option.flag] != "none" or option.flag in slurm.extra
+        if is_decided:
+            logger.warning(
+                "%s=%s in the environment has no effect: the cluster file, or the plan, decides --%s.",
+                name, environment.pop(name), option.flag,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,7 +157,7 @@ class SlurmRequest:
     def _value(self, option: SlurmOption, key: str) -> Any:
         slurm = self.cluster.slurm
         own = getattr(slurm, f"cpu_{key}", None) if self.kind >= JobKind.CPU_STAGE else None
-        return own or (getattr(slurm, key) if self._has(option) else None)
+        return own or (getattr(slurm, key) or inherited(option.flag) if self._has(option) else None)
 
     def _extra(self) -> dict[str, Value]:
         """Return the options of `slurm.extra` for this job; false leaves a flag out."""
@@ -159,6 +213,12 @@ class SlurmRequest:
             return {"gres": f"gpu:{typed(self.gpus)}"}
         per_node = {"gpus-per-node": typed(self.gpus)}  # also beside the total, which Slurm may spread unevenly
         return per_node if slurm.gpu_request == "gpus-per-node" else {"gpus": typed(self.gpus * self.nodes), **per_node}
+
+
+def memory_in_place_of_the_plans(cluster: Cluster) -> int:
+    """Return the bytes of a node that `slurm.extra` requests, in sbatch's units: 64 is 64 MiB; 0 without a size."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", str(cluster.slurm.extra.get("mem")), re.IGNORECASE)
+    return int(found[1]) * 1024 ** ("KMGT".index(found[2].upper() or "M") + 1) if found else 0
 
 
 def _merged(gpus: Mapping[str, str], extra: Mapping[str, Value]) -> dict[str, Value]:

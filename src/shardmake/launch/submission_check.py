@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from shardmake.config.models import Cluster, Run
+from shardmake.core.environment import unset_variable
 from shardmake.core.errors import ConfigError
-from shardmake.core.units import plural
+from shardmake.core.units import format_bytes, plural
 from shardmake.launch.container import check_container
 from shardmake.launch.driver_script import PREFIX, batch_script
 from shardmake.launch.slurm_jobs import TRANSIENT, SlurmJobs, run_slurm
+from shardmake.launch.slurm_request import memory_in_place_of_the_plans
 from shardmake.launch.stage_jobs import ON_GPUS, sbatch_command
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.driver_job import FOLDER, DriverDir
@@ -42,15 +44,27 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     """
     if cluster.executor != "slurm":
         return
+    if unset := unset_variable(cluster.scratch):
+        logger.info("scratch: the jobs expand %s. %s is not set here.", cluster.scratch, unset)
     check_container(cluster, [rundir.root], [run])
     if cluster.slurm.driver == "job":
         folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
         _judge("the driver", run_slurm("sbatch", _TEST, stdin=batch_script(cluster, f"{PREFIX}NNN", folder)))
+    _check_memory(memory_in_place_of_the_plans(cluster), plan)
     _check_step(cluster.slurm.srun_extra)
     _judge("train", run_slurm("sbatch", _TEST, stdin=_training_script(SlurmJobs(rundir.root, cluster, run), plan)))
     for stage in ON_GPUS:
         command = shlex.split(sbatch_command(stage, run, cluster, plan.resources[stage]))
         _judge(stage, run_slurm(*command, _TEST, "--wrap=true"))
+
+
+def _check_memory(given: int, plan: Plan) -> None:
+    if 0 < given < plan.host_memory:  # 0 is all memory of a node
+        raise ConfigError(
+            f"slurm.extra.mem is {format_bytes(given)} to sbatch, and the training needs "
+            f"{format_bytes(plan.host_memory)} on a node. Remove the key, or write at least "
+            f"{plan.resources['train'].memory_gib}G with its unit."
+        )
 
 
 def _check_step(options: list[str]) -> None:

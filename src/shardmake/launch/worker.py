@@ -22,7 +22,7 @@ from shardmake.config.values import LAUNCHER_VARIABLES
 from shardmake.core.atomic import read_json
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.disk import remove_swap_files
-from shardmake.core.environment import kernel_caches
+from shardmake.core.environment import kernel_caches, scratch_folder
 from shardmake.core.errors import LinkError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import make_private
@@ -311,7 +311,7 @@ def _run_ranks(
     kernels = Path(variables["TORCH_EXTENSIONS_DIR"])
     for message in remove_stale_locks(kernels):
         print(message, file=log, flush=True)
-    with temporary_folder("pipes", attempt.scratch) as pipes:
+    with temporary_folder("pipes", scratch_folder(attempt.scratch)) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, pipes)
         beats = pipes / "heartbeat"
         environment = _inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)}

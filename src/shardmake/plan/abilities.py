@@ -6,6 +6,7 @@ any other model, `shardmake.plan.inspect_model` asks the class in a process of i
 
 import ast
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -275,6 +276,21 @@ def _check_names(config: Mapping[str, Any], source: str) -> None:
                 f"{version('transformers')} does not know. Use the config.json that came with the weights. It knows "
                 f"{', '.join(sorted(known))}."
             )
+    for one in by_layer:
+        kind = one.get("rope_type", one.get("type"))
+        if missing := sorted(key for key in _required(kind) if one.get(key) is None):
+            raise ModelError(
+                f"Model cannot be trained: {source} has the rope_type {kind!r} without {', '.join(missing)}, which "
+                f"transformers {version('transformers')} requires. Use the config.json that came with the weights."
+            )
+
+
+def _required(rope: str | None) -> set[str]:
+    """Return the keys that transformers' validation of a kind of RoPE requires, without those that it adds itself."""
+    text = (_folder("transformers") / "modeling_rope_utils.py").read_text()
+    body = text.partition(f"def _validate_{rope}_rope_parameters(")[2].partition("\n    def ")[0]
+    required = re.findall(r'"(\w+)"', body.partition("required_keys = {")[2].partition("}")[0])
+    return {*required} - {"rope_type", "rope_theta", "original_max_position_embeddings"}
 
 
 _ROPES: Final = frozenset({"default", "su", "mrope"})

@@ -1,11 +1,13 @@
 """Check that Slurm can run the planned job: partition, nodes and time limit, before anything is queued."""
 
+import math
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from shardmake.config.models import Cluster, Slurm
+from shardmake.config.models import Cluster
+from shardmake.config.slurm_options import inherited
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError, nearest
 from shardmake.core.units import plural
@@ -109,9 +111,10 @@ def _minutes(limit: str) -> int | None:
     return days * 1440 + hours * 60 + rest
 
 
-def query_partitions() -> dict[str, Partition]:
-    """Return the partitions of this cluster."""
-    command = ["sinfo", f"--format={_SINFO_FORMAT}"]  # with --noheader, some versions do not name the clusters
+def query_partitions(*, hidden: bool = False) -> dict[str, Partition]:
+    """Return the partitions of this cluster, with ``hidden`` also those that sinfo does not show to everybody."""
+    # With --noheader, some versions do not name the clusters.
+    command = ["sinfo", *(["--all"] if hidden else []), f"--format={_SINFO_FORMAT}"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except FileNotFoundError:
@@ -126,9 +129,28 @@ def query_partitions() -> dict[str, Partition]:
 
 
 def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]) -> None:
-    """Raise a `ConfigError` that names the key to change, if too few nodes of the partition can ever run the plan."""
-    partition, nodes = _find("partition", cluster.slurm.partition, partitions), plan.job_nodes
-    groups = partition.groups
+    """Raise a `ConfigError` that names the key to change, if too few nodes of the partition can ever run the plan.
+
+    Of several partitions, such as ``a100,h100``, one suffices: Slurm starts the job in the first that can.
+    """
+    found = _find_all("partition", cluster.slurm.partition or inherited("partition"), partitions)
+    problems = list[ConfigError]()
+    for partition in found:
+        try:
+            _check_partition(plan, cluster, partition)
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == len(found):
+        raise problems[0]
+    own = cluster.slurm.cpu_partition
+    advice = "Set slurm.stage_time_limit, the limit of the jobs of data, consolidate and evaluate, to less."
+    limit = cluster.slurm.stage_time_limit or cluster.slurm.time_limit
+    for places in (found, _find_all("cpu_partition", own, partitions) if own else found):
+        _check_time("stage_time_limit", limit, places, advice)
+
+
+def _check_partition(plan: Plan, cluster: Cluster, partition: Partition) -> None:
+    groups, nodes = partition.groups, plan.job_nodes
     for required, is_met, describe, advice in _requirements(plan, cluster):
         suitable = tuple(group for group in groups if is_met(group))
         if (count := sum(group.nodes for group in suitable)) < nodes:
@@ -137,19 +159,13 @@ def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]
                 f"{count}{describe(groups)}. {advice}"
             )
         groups = suitable
-    _check_times(cluster.slurm, partition, partitions)
+    limit = cluster.slurm.time_limit
+    _check_time("time_limit", limit, [partition], "Shorten it; training resumes in a new job by itself.")
 
 
-def _check_times(slurm: Slurm, partition: Partition, partitions: dict[str, Partition]) -> None:
-    """Raise a `ConfigError` if a job's time limit is longer than its partition allows."""
-    _check_time("time_limit", slurm.time_limit, partition, "Shorten it; training resumes in a new job by itself.")
-    cpu_partition = _find("cpu_partition", slurm.cpu_partition, partitions) if slurm.cpu_partition else partition
-    advice = "Set slurm.stage_time_limit, the limit of the jobs of data, consolidate and evaluate, to less."
-    for place in (partition, cpu_partition):
-        _check_time("stage_time_limit", slurm.stage_time_limit or slurm.time_limit, place, advice)
-
-
-def _check_time(key: str, value: str, partition: Partition, advice: str) -> None:
+def _check_time(key: str, value: str, places: Sequence[Partition], advice: str) -> None:
+    """Raise a `ConfigError` if a job's time limit is longer than each of its partitions allows."""
+    partition = max(places, key=lambda place: place.time_limit_minutes or math.inf)
     if (limit := partition.time_limit_minutes) is not None and minutes(value) > limit:
         allowed = f"the {limit} minutes that partition {partition.name!r} allows"
         raise ConfigError(f"slurm.{key}: {value} is longer than {allowed}. {advice}")
@@ -200,6 +216,10 @@ def _describe_gpus(group: NodeGroup) -> str:
 
 def _list(words: Iterable[str]) -> str:
     return ", ".join(sorted(set(words))) or "none"
+
+
+def _find_all(key: str, names: str | None, partitions: dict[str, Partition]) -> list[Partition]:
+    return [_find(key, name, partitions) for name in (names.split(",") if names else [None])]
 
 
 def _find(key: str, name: str | None, partitions: dict[str, Partition]) -> Partition:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import gcd
 from typing import Any, Literal
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
@@ -77,11 +78,16 @@ def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _narrowed(values: Mapping[str, Any], *, keeps_hidden: bool) -> dict[str, Any]:
-    """Divide heads and widths by one factor, so that the size of a head stays."""
-    heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), None)
+    """Divide heads and widths by one factor, so that the size of a head stays.
+
+    All kinds of heads have the same factor, as a class may require a ratio of their numbers.
+    """
+    heads = [values[name] for name in _HEADS if isinstance(values.get(name), int) and values[name]]
     if not heads:
         return dict(values)
-    factor = heads // max(count for count in range(1, _HEADS_LEFT + 1) if heads % count == 0)
+    common = gcd(*heads)
+    factors = (one for one in range(1, common) if common % one == 0 and heads[0] // one <= _HEADS_LEFT)
+    factor = next(factors, common)
     own_size = isinstance(values.get("head_dim"), int)  # without it, the hidden states are divided among the heads
     keeps_heads = keeps_hidden and not own_size
 
@@ -91,7 +97,7 @@ def _narrowed(values: Mapping[str, Any], *, keeps_hidden: bool) -> dict[str, Any
         if name in _INNER and keeps_hidden:
             return min(value, _INNER_LEFT)
         if name in _KEY_HEADS and not keeps_heads:
-            return max(1, value // factor)
+            return gcd(max(1, value // factor), heads[0] // factor)
         is_divided = name in _INNER or (name in _HEADS and not keeps_heads) or (name in _OUTER and not keeps_hidden)
         unit = factor if name in _HEADS else factor * _ALIGNED
         return value // factor if is_divided and value % unit == 0 else value

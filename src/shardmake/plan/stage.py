@@ -49,7 +49,7 @@ def plan_run(
         check_script("script", script_file(run.script))
     plan, memory = _planned(run, cluster, rundir)
     if cluster.executor == "slurm":
-        check_request(plan, cluster, query_partitions())
+        check_request(plan, cluster, query_partitions(hidden=True))
     check_submission(plan)
     check_choice(rundir, memory, plan.choice)
     _write_memory(rundir, memory, plan.choice)

@@ -132,7 +132,7 @@ def _from_line(title: str, words: list[str]) -> Command | None:
     reads = words[0] in ("source", ".")
     if command is None and (reads or _may_start(words)):
         line = shlex.join(map(written, words)).replace("'", "")
-        why = "the file cannot be read here, and may set any variable" if reads else "only a shell knows what it starts"
+        why = "the file may set any variable" if reads else "only a shell knows what it starts"
         command = Command(title, "", "", [], notes=[f"{line} is not compared: {why}."])
     return command
 

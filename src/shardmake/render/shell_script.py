@@ -12,11 +12,10 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Final
 
 from shardmake.core.errors import ConfigError
-from shardmake.render.shell_words import HERE, is_unknown, shell_text, sourced_file, spread, unknown, without_content
+from shardmake.render.shell_words import HERE, is_unknown, shell_text, spread, unknown, without_content
 
 _RESERVED: Final = ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "esac", "!", "time", "{", "}")
 _DECLARES: Final = ("export", "declare", "local", "readonly", "typeset")
@@ -30,6 +29,8 @@ _WHOLE_ARRAY: Final = re.compile(r'"\$\{(\w+)\[@\]\}"')
 _FUNCTION: Final = re.compile(r"(?:([\w.-]+)\s*\(\s*\)|function\s+([^\s(]+)(?:\s*\(\s*\))?)\s*$")
 _SETS: Final = ("read", "let", "mapfile", "readarray", "unset", "getopts")
 """Commands that set the variables that they name."""
+_ENVIRONMENT: Final = "/activate"
+"""End of the name of a file that changes no variable of a training; any other one may set all of them."""
 _ELEMENT: Final = re.compile(r"([A-Za-z_]\w*)\[[^]]*\]\+?=")
 _LAST_ENDED: Final = re.compile(r";[;&]+(?:\s|#[^\n]*\n)*esac\s*$")
 _BREAKS: Final = " \t\n;&|()<>"
@@ -84,8 +85,6 @@ class _Reader:
     """Variables that a loop changes, by its position: they are unknown at its start."""
     only: dict[str, list[str]] = field(default_factory=dict)
     """Variables that the script sets once, which a function has whenever it is called."""
-    sources: tuple[Path | None, ...] = ()
-    """Files that the script reads up to here."""
     at: int = 0
     tests: bool = False
     """The commands are the condition of a branch or a loop."""
@@ -139,7 +138,10 @@ class _Reader:
                     values = [value] if value[:1] != "\0" else value[1:].split("\0") if value[1:] else []
                     self._assign(found[1], values, value[:1] == "\0", extends=bool(found[2]), guarded=guarded)
         elif words[0] in ("source", ".") and len(words) > 1:
-            yield from self._source(words, start, guarded)
+            if self.values and not words[1].endswith(_ENVIRONMENT):
+                yield ShellCommand(self._line(start), words)
+                for name in list(self.values):
+                    self._forget(name)
         else:
             for name in self.functions.get(words[0], ()):
                 self._forget(name)
@@ -152,31 +154,6 @@ class _Reader:
                 reader = _Reader(f"{self.name}, line {line}", inner, self.values.new_child())
                 with contextlib.suppress(ConfigError):  # its quotes may be in a value that only a shell knows
                     yield from (ShellCommand(line, one.words) for one in reader.commands())
-
-    def _source(self, words: list[str], start: int, guarded: bool) -> Iterator[ShellCommand]:
-        """Yield the commands of a file that the script reads; without the file, no variable is known any more."""
-        path, line = sourced_file(words[1], Path(self.name).parent), self._line(start)
-        text = None
-        with contextlib.suppress(OSError):
-            text = path.read_text(errors="replace") if path and path not in self.sources else None
-        inner = _Reader(str(path), text or "", self.values.new_child(), sources=(*self.sources, path))
-        try:
-            returns = any(one.words[0] == "return" for one in inner.commands())
-        except ConfigError:
-            returns = True
-        if text is None or returns:
-            yield from [ShellCommand(line, words)] if self.values else []
-            for name in list(self.values):
-                self._forget(name)
-            return
-        if guarded:
-            self._begin("if", start)
-        inner = replace(
-            inner, values=self.values, loops=inner.changed, functions=self.functions, given=self.given, at=0
-        )
-        yield from (ShellCommand(line, one.words) for one in inner.commands())
-        if guarded:
-            self._end()
 
     def _keywords(self, words: list[str], start: int) -> list[str]:
         """Return ``words`` without those that only steer the script, and follow its branches and loops."""

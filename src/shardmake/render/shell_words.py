@@ -1,8 +1,6 @@
 """Words of a shell's commands: how values are split into them, and which of them hold commands."""
 
-import contextlib
 import re
-from pathlib import Path
 from typing import Final
 
 _UNKNOWN: Final = 0xE100
@@ -46,24 +44,6 @@ def shell_text(words: list[str]) -> str | None:
     for shell, option, text in zip(words, words[1:], words[2:], strict=False):
         if re.fullmatch(r"(?:.*/)?(?:ba|da|z|k)?sh", shell) and re.fullmatch(r"-\w*c", option):
             return text
-    return None
-
-
-def sourced_file(word: str, folder: Path) -> Path | None:
-    """Return the file that ``source`` reads in a script in ``folder``; None if it is not here, long or unknown.
-
-    ``$(dirname "$0")`` and its like stand for ``folder``.
-    """
-    known = re.sub("^.*[\ue100-\ue1ff]/", "", word, flags=re.DOTALL)
-    with contextlib.suppress(RuntimeError):  # no user of that name
-        word = str(Path(word).expanduser())
-    places = [folder / word]
-    if known != word:
-        prefix = written(word).removesuffix(known).replace("%/*", "").replace("/dev/null", "").removesuffix("/")
-        is_here = re.search(r"\$\{?0\b|BASH_SOURCE", prefix) and not re.search(r"/|\.\.|basename|%|#", prefix)
-        places = [folder / known] if is_here and known and prefix.count("dirname") < 2 else []
-    with contextlib.suppress(OSError):  # a name that is too long, a folder that others cannot enter
-        return next((path.resolve() for path in places if path.is_file() and path.stat().st_size < 1 << 20), None)
     return None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from shardmake.core.atomic import digest, write_json
+from shardmake.core.environment import scratch_folder
 from shardmake.core.run_folder import make_folder, open_file, protect, rename
 from shardmake.core.secrets import redact
 from shardmake.run.paths import BelowRoot, RunDir
@@ -95,7 +96,7 @@ class Attempt(RunFile):
     @property
     def private(self) -> Path:
         """Node-local folder that must belong to this user alone (`make_private`)."""
-        return Path(self.scratch, f"shardmake-{os.getuid()}")
+        return scratch_folder(self.scratch) / f"shardmake-{os.getuid()}"
 
 
 class SubmittedJob(RunFile):

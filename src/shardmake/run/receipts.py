@@ -126,7 +126,7 @@ class DataReceipt(RunFile):
     def describe_format(self) -> str:
         """Return format, columns and learned tokens for readers."""
         spec = FORMATS[self.data_format]
-        columns = ", ".join(self.columns[column] for column in spec.required)
+        columns = ", ".join(dict.fromkeys(self.columns[column] for column in spec.required))
         learned = spec.learned or ("the assistant's tokens" if self.loss_on_assistant else "all tokens")
         several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
         return f"{several or f'{self.data_format} ({columns})'}, loss on {learned}"

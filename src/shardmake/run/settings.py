@@ -126,7 +126,7 @@ def rerun_settings(
     if stage not in _UNTIL_TRAINED:
         return settings
     before = {key: recorded.get(key, default_of(key)) for key in settings}
-    is_same = all(before[key] == settings[key] for key in result_keys(stage))
+    is_same = not differences(*(_part(part, result_keys(stage)) for part in (before, settings)))
     return before if before != settings and is_same and is_trained(values, rundir) else settings
 
 
@@ -134,10 +134,12 @@ def rerun_text(stage: str, values: Mapping[str, str], rundir: RunDir, recorded: 
     """Return the parameter of a stage's rule: the settings that are not the defaults, as JSON.
 
     ``recorded`` is that of the stage's last job. A job that replaces lost files has their names as well; they stay in
-    the parameter until others are lost.
+    the parameter until others are lost. A path that is only spelled otherwise stays as it was.
     """
     before = json.loads(recorded) if recorded else {}
     own = own_values(rerun_settings(stage, values, rundir, before))
+    last = {key: value for key, value in before.items() if key != _LOST}
+    own = own if differences(last, own) else last
     lost = [f"{file} since {rundir.model_receipt.stat().st_mtime}" for file in _lost(stage, rundir)]
     lost = lost or before.get(_LOST, [])
     return json.dumps(own | ({_LOST: lost} if lost else {}))

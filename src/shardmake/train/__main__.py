@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmake.core.atomic import write_bytes
-from shardmake.core.environment import UNUSED, hidden, hide
+from shardmake.core.environment import UNUSED, hidden, hide, scratch_folder
 from shardmake.core.log import configure_logging
 from shardmake.core.private_names import check_libraries, library_warnings
 from shardmake.core.process import die_with_parent
@@ -102,7 +102,7 @@ def _check_network(folder: "AttemptDir", rank: int) -> None:
     from shardmake.train.network_check import CheckSettings, NetworkCheckError, check_all_reduce
 
     attempt = folder.read()
-    with temporary_folder("network", attempt.scratch) as local:
+    with temporary_folder("network", scratch_folder(attempt.scratch)) as local:
         settings = CheckSettings(
             on_cpu=attempt.accelerator == "cpu",
             deadline=attempt.network_check_seconds,

@@ -1,17 +1,17 @@
 """Check and configure experiment trackers.
 
 Transformers' own callbacks report to them. Their files are in the run's folder unless the user's environment names a
-server. The output of the ranks and the name of the machine are not sent. All attempts of a run continue one chart.
+server. The output of the ranks and the name of the machine are not sent. All attempts of a run continue one chart of
+W&B and trackio.
 """
 
 import os
 from collections.abc import Container, Iterable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Final
 
 from shardmake.config.models import TRACKERS
-from shardmake.core.atomic import digest, write_text
+from shardmake.core.atomic import digest
 from shardmake.core.errors import ConfigError
 from shardmake.run.attempt import Attempt
 
@@ -40,9 +40,6 @@ def _import_problem(package: str) -> str | None:
 def prepare_trackers(attempt: Attempt, names: Container[str]) -> None:
     """Set the environment variables that the clients of the trackers ``names`` read when they start."""
     os.environ.update(tracker_environment(attempt, names, os.environ))
-    if "mlflow" in names and os.environ.get("RANK", "0") == "0" and "MLFLOW_RUN_ID" not in os.environ:
-        run_id_file = attempt.rundir.train / f"mlflow-run-{attempt.settings_digest}.txt"
-        os.environ.update(_shared_mlflow_run(run_id_file, attempt.rundir.name))
 
 
 def tracker_environment(attempt: Attempt, names: Container[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -74,27 +71,3 @@ def tracker_environment(attempt: Attempt, names: Container[str], environment: Ma
         for name, value in variables.items()
         if name.partition("_")[0].lower() in names and name not in environment
     }
-
-
-def _shared_mlflow_run(run_id_file: Path, name: str) -> dict[str, str]:
-    """Return variables that make MLflow's client continue the run in ``run_id_file``; create the run if necessary.
-
-    MLflow does not allow a run's parameters to change, but they differ between attempts (another fallback). So only the
-    first attempt that reaches this point logs them.
-    """
-    from mlflow import MlflowClient, set_experiment
-    from mlflow.exceptions import MlflowException
-
-    client = MlflowClient()
-    if run_id_file.exists():
-        run_id = run_id_file.read_text().strip()
-        try:
-            has_parameters = bool(client.get_run(run_id).data.params)
-        except MlflowException:
-            pass  # the server has deleted the run, or is another server
-        else:
-            return {"MLFLOW_RUN_ID": run_id, **({"MLFLOW_MAX_LOG_PARAMS": "0"} if has_parameters else {})}
-    experiment = set_experiment(os.environ["MLFLOW_EXPERIMENT_NAME"]).experiment_id
-    run_id = client.create_run(experiment, run_name=name).info.run_id
-    write_text(run_id_file, run_id + "\n")
-    return {"MLFLOW_RUN_ID": run_id}

@@ -49,7 +49,8 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
     rundir = finished_run.make_rundir(tmp_path)
     WeightsReceipt(files={}).write(rundir.weights_receipt)
-    for record in (rundir.sources, rundir.rendered):
+    rundir.fallbacks.mkdir()
+    for record in (rundir.sources, rundir.memory_table, rundir.rendered, rundir.accelerate, rundir.deepspeed):
         record.touch()
     make_training_settings(max_steps=400).write(rundir.training)
     finished_run.make_data_receipt("d").write(rundir.data_receipt)
@@ -108,7 +109,7 @@ def test_a_finished_run(finished: RunDir) -> None:
     assert "pushed to                file:published/chat" in text and one_line(finished) == "chat  done"
     edited = finished_run.make_run(push=PUSH, report_to=["wandb"])  # which cannot change a result
     assert states(describe(edited, SLURM, finished)) == dict.fromkeys(STAGES, "done")
-    finished.rendered.unlink()
+    finished.deepspeed.unlink()
     assert states(describe(edited, SLURM, finished))["render"] == "open"  # as Snakemake, which makes it again
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shardmake.config.foreign_files import TOOLS, TRL, recognize, translate
+from shardmake.config.foreign_files import TOOLS, TRL, recognize
 from shardmake.config.load import parse_config
+from shardmake.config.translate import translate
 from shardmake.core.errors import ConfigError
 from shardmake.render.lint import read_source
 
@@ -126,6 +127,7 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
         "chats": chats | {"tags": {"role_tag": "who", "content_tag": "what"}},
         "odd": chats | {"key_of_tomorrow": 1},
         "roles": chats | {"tags": {"user_tag": "U", "assistant_tag": "A"}},
+        "talks": {"file_name": "t.json", "columns": {"prompt": "q", "history": "history"}},
         "hubs": {"hf_hub_url": "org/x", "ms_hub_url": "o/x", "om_hub_url": "o/x", "columns": None, "tags": None},
     }
     Path("data/dataset_info.json").write_text(json.dumps(info))
@@ -142,6 +144,8 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
     assert "report_to" not in left and {"pref_beta", "pref_loss"} <= left
     assert all("dataset" in translate_of({**sft, "dataset": name}) for name in ("odd", "roles"))
     assert run_of({**sft, "dataset": "hubs"})[0]["data"]["train"] == [{"source": "org/x"}]
+    talks = [{"source": "data/t.json", "columns": {"instruction": "q"}}]
+    assert run_of({**sft, "dataset": "talks"})[0]["data"]["train"] == talks
 
 
 @pytest.mark.parametrize(("given", "ratio"), [

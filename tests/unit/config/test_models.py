@@ -129,8 +129,8 @@ def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (run.model, run.data.train, run.data.eval) == ("/home/ada/base", "/data/a.jsonl", "/data/b.jsonl")
     assert run.push is not None
     assert run.push.destinations == ["file:/home/ada/out/chat", "hub:lab/chat", "s3://b/data/x"]
-    cluster = Cluster(**CLUSTER, nvme_path="$DATA/n", cache="~/c", scratch="$DATA", accelerator="A100-80GB")
-    assert (cluster.nvme_path, cluster.cache, cluster.scratch) == ("/data/n", "/home/ada/c", "/data")
+    cluster = Cluster(**CLUSTER, nvme_path="$DATA/n", cache="~/c", scratch="~/$JOB", accelerator="A100-80GB")
+    assert (cluster.nvme_path, cluster.cache, cluster.scratch) == ("/data/n", "/home/ada/c", "/home/ada/$JOB")
     assert cluster.accelerator == "a100-80gb"
     assert parse_config({"cluster": "~/c.yaml", "runs": {"chat": RUN}}, "c").cluster == "/home/ada/c.yaml"
     texts = {"evaluation": {"prompts": ["a\n\tb"]}, "notify": {"command": "date\nhostname"}}

@@ -42,6 +42,7 @@ TABLES: dict[str, tuple[Callable[[str], object], set[tuple[str, str]]]] = {
         *((path, "full") for path in ("core/stores.py", "push/object_store.py")),  # an error of a store without space
         ("commands/init.py", "lora"),  # the section of a run
         *(("config/foreign_files.py", name) for name in ("full", "lora", "qlora")),  # of files of other tools
+        *(("config/translate.py", name) for name in ("full", "lora")),  # sections of a run
         *((path, "muon") for path in ("train/muon.py", "render/settings_table.py")),  # torch's module, DeepSpeed's name
         ("run/training_settings.py", "full"),  # the record of a training without adapters
         *(("render/engine_values.py", name) for name in ("adamw", "adamw_torch", "adamw_torch_fused")),  # of users' files

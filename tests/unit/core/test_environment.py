@@ -58,12 +58,25 @@ def test_offline_stages_on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert lock.exists() != on_node, "the lock of a build that was killed"
 
 
-def test_each_user_has_a_cache_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_scratch_folder_compiles_in_its_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "job-7").mkdir()
+    for job, folder in (("", tmp_path), ("6", tmp_path), ("7", tmp_path / "job-7")):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        caches = kernel_caches(f"{tmp_path}/job-${{SLURM_JOB_ID}}")
+        assert Path(caches["TRITON_CACHE_DIR"]) == folder / f"shardmake-{os.getuid()}/triton"
+
+
+def test_each_user_has_a_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmake.core.environment.private_folder", lambda path: path)  # of another user
+
     def folders(user: int) -> set[str]:
         monkeypatch.setattr("os.getuid", lambda: user)
-        return set(kernel_caches("/scratch").values())
+        return set(kernel_caches(str(tmp_path)).values())
 
-    assert all(folder.startswith("/scratch/shardmake-42001/") for folder in folders(42001))
+    assert all(folder.startswith(f"{tmp_path}/shardmake-42001/") for folder in folders(42001))
     assert folders(42001).isdisjoint(folders(42002))
 
 

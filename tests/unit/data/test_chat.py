@@ -7,7 +7,7 @@ import pytest
 
 from shardmake.config.chat_template import fix_clock
 from shardmake.config.formats import FORMATS
-from shardmake.core.errors import DataError
+from shardmake.core.errors import DataError, ModelError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
@@ -116,6 +116,8 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("empty thoughts", OPENS, talk("u:a", "a:b"), ["<user>a</s><assistant>T[/b</s>]"]),
     ("only the last answer ends", ENDS_LAST, talk("u:a", "a:b", "a:c"),
      ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]"]),
+    ("an empty answer of which only the last ends", ENDS_LAST, talk("u:a", "a:b", "a:"),
+     ["<user>a</s><assistant>[b</s>]<assistant>[</s>]"]),
     ("thoughts that history lacks", OPENS_NO_MORE, talk("u:a", "a:b", "u:c", "a:d"),
      ["<user>a</s><assistant>T[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>T[d</s>]"]),
     ("only the last turn thinks", LAST_THINKS, talk("u:a", THOUGHT, "u:c", "a:d", "u:e"),
@@ -158,6 +160,8 @@ REFUSED: dict[str, tuple[str, Row]] = {
     "cut texts": (loop("<{{ m.role }}>{{ m.content[:30] }}</s>"), talk("u:a", "a:b")),
     "role human": (KNOWN, talk("h:a", "a:b")), "role developer": (KNOWN, talk("d:a", "u:c", "a:b")),
     "lost result": (KNOWN, talk("u:a", "a:b", "t:b", "a:a b")), "lost call": (PLAIN, talk("u:a", CALL)),
+    "lost text beside a call": (CALLS.replace("{{ m.content }}<", "{{ '' if m.tool_calls else m.content }}<"),
+        talk("u:a", {**CALL, "content": "b"})),
     "lost key": (CALLS.replace("{{ c.function.arguments | tojson }}", "x{{ c.function.arguments.x }}"),
         talk("u:a", calling({"name": "f", "arguments": {"x": "y", "z": None}}))),
     "lost tools": (PLAIN, talk("u:a", "a:b", tools=[{"function": {"name": "f"}}])),
@@ -190,6 +194,14 @@ def test_what_the_template_loses_is_named(case: str, wording: Wording) -> None:
     with pytest.raises(BadRowError) as error:
         encoded(encoder(template), row)
     wording(error.value)
+
+
+def test_named_templates_without_a_default_are_refused() -> None:
+    named: Any = {"rag": PLAIN}
+    with pytest.raises(
+        ModelError, match=r"no default specified.*\['rag'\]\. Name a file with one in data\.chat_template"
+    ):
+        encoded(encoder(named), talk("u:a", "a:b"))
 
 
 def test_an_answer_inside_thoughts_that_the_prompt_opens_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:

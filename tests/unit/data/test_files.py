@@ -170,6 +170,7 @@ UNREADABLE: dict[str, list[bytes]] = {
     "a.jsonl": [
         b'{"a": 1}\n\n\n{"messages": [}\n', b'{"text": "a"}\n{"text": "\xff"}\n', b'{"text": ""}\n["a"]\n',
         b'{"text": ""}\n{"text": "b"\n', b'{"text": ""}\n{"text": "b\n', b"", b"\n\n", "\n".join(TWICE).encode(),
+        '{"text": "a"}\n'.encode("utf-16"),
     ],
     **{name: [b"{}"] for name in ("a.arrow", "a.parquet.gz", "a", "a.txt")},
 }  # fmt: skip

@@ -49,6 +49,7 @@ RECOGNIZED: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
     ({"q": "a", "a": "b", "text": "c"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
     ({"task": "a", "output": "b"}, {"instruction": "task"}, "alpaca (task, output)"),
+    ({"query": "a", "response": "b", "history": []}, {}, "alpaca (query, response)"),
 ]
 
 
@@ -106,6 +107,13 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      standard(CALLING, "u:a")),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": json.dumps([OLDER])}]}, standard(CALLING)),
     ("sharegpt", {"conversations": TURNS, "system": ""}, standard("u:a", "a:b")),
+    ("chat", {"messages": json.dumps(chat("u:a", "a:b"))}, standard("u:a", "a:b")),  # a cell of CSV
+    ("chat", {"messages": [*chat("u:a", "a:b"), *({"role": "tool_call", "content": json.dumps(OLDER)} for _ in "12"),
+                           {"role": "tool_response", "content": "t"}, {"role": "tool_call", "content": json.dumps(OLDER)}]},
+     standard("u:a", {**CALLING, "content": "b", "tool_calls": [FRAMED, FRAMED]}, "t:t", CALLING)),  # ms-swift
+    ("chat", {"messages": [{**chat("a:b")[0], "loss": False}, {"role": "tool_call", "content": json.dumps(OLDER)}]},
+     standard({**chat("a:b")[0], "weight": 0}, CALLING)),
+    ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, {"messages": chat("u:c", "a:d", "u:a", "a:b")}),
     ("alpaca", {"instruction": "a", "input": "b", "output": "c"}, {"messages": chat("u:a\n\nb", "a:c")}),
     ("alpaca", {"instruction": "a", "input": "", "output": "c"}, {"messages": chat("u:a", "a:c")}),
     ("alpaca", {"instruction": "a", "system": "s", "output": "c"}, {"messages": chat("s:s", "u:a", "a:c")}),
@@ -122,7 +130,12 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"prompt": chat("s:s", "u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # UltraFeedback
     ("preference", {"prompt": chat("u:a"), "chosen": chat("a:b")[0], "rejected": chat("a:c")[0]},
      {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # Axolotl, LLaMA-Factory
+    *(("preference", {"prompt": prompt, "chosen": chat(*more, "a:b"), "rejected": chat(*more, "a:c")},
+       {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None})
+      for prompt, more in (("a", ()), (chat("u:a"), ("u:a",)))),  # a prompt as text, and one that the answers repeat
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
+    ("unpaired-preference", {"prompt": "a", "completion": "b", "label": "False"},
+     {"prompt": "a", "completion": "b", "label": False, "tools": None}),
 ]  # fmt: skip
 
 
@@ -141,6 +154,17 @@ def test_a_repeated_prompt_is_that_of_trl() -> None:
     example = {"prompt": "a", "chosen": chat("u:a", "a:b", "u:c", "a:d"), "rejected": chat("u:a", "a:b", "u:c", "a:e")}
     found = Layout("preference", FORMATS["preference"].columns).standardize(example, PLACE)
     assert found == {**maybe_extract_prompt(example), "tools": None}
+
+
+@pytest.mark.parametrize(("objective", "more", "expected"), [
+    ("dpo", {"rejected_response": "c"}, {"chosen": chat("a:b"), "rejected": chat("a:c")}),
+    ("dpo", {"rejected_messages": chat("s:s", "u:a", "a:c")}, {"chosen": chat("a:b"), "rejected": chat("a:c")}),
+    ("kto", {"label": True}, {"completion": chat("a:b"), "label": True}),
+])  # fmt: skip
+def test_preferences_of_ms_swift_begin_with_the_whole_conversation(objective: Any, more: Any, expected: Any) -> None:
+    example = {"messages": chat("s:s", "u:a", "a:b"), **more}
+    found = recognize(Data(train="x"), objective, example, PLACE).standardize(example, PLACE)
+    assert found == {"prompt": chat("s:s", "u:a"), "tools": None, **expected}
 
 
 def said(role: Any, **keys: Any) -> dict[str, Any]:
@@ -173,7 +197,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "a mask of a text": ("text", {"text": "a", "loss_mask": [1]}),
     "a mask of a user": ("chat", {"messages": chat("u:a", "a:b"), "loss_mask": [True, True]}),
     "a part of a message": ("chat", said("assistant", content="b", train_detail=[{"begin_offset": 0}])),
-    "history": ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}),
+    "history": ("prompt-completion", {"prompt": "a", "completion": "b", "history": [["c", "d"]]}),
+    "a flat history": ("alpaca", {"instruction": "a", "output": "b", "history": ["c", "d"]}),
+    "a question beside a pair": ("preference", {"question": "q", "chosen": "The one", "rejected": "The other"}),
+    "other questions": ("preference", {"chosen": chat("s:s", "u:a", "a:b"), "rejected": chat("s:s", "u:c", "a:b")}),
+    "a call that is text": ("chat", said("tool_call", content="f(x)")),
     "weight of a user": ("chat", said("user", content="a", weight=1)),
     "weight in a pair": ("preference", {"chosen": said("assistant", content="b", weight=0)["messages"],
                                         "rejected": chat("u:a", "a:c")}),

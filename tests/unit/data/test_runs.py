@@ -92,6 +92,15 @@ def test_what_was_recognized_is_logged(model: Path, tmp_path: Path, caplog: pyte
     assert receipt.columns == {c: c for c in ("instruction", "output", "input", "system")}
 
 
+def test_a_column_of_marks_is_not_ignored(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [row | {"keep": [0, 1], "score": [1, 2]} for row in CHATS])
+    prepare(make_run(model, {"train": path}), RunDir(tmp_path / "run"))
+    warned = [message for message in caplog.messages if "is not used, from which other tools" in message]
+    assert ["the column keep is not used, from which other tools take what is learned" in one for one in warned] == [
+        True
+    ]
+
+
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The workspaces in which data was tokenized."""
@@ -150,7 +159,7 @@ def test_other_tokens_have_another_version_of_the_encoding() -> None:
         for form in (TEXT, CHAT)
         for case in form
     ]
-    assert (ENCODING, digest([chats, others])) == (3, "2c051af3743de0bd"), "raise ENCODING: examples have other tokens"
+    assert (ENCODING, digest([chats, others])) == (4, "5f8c0fe7bf32e831"), "raise ENCODING: examples have other tokens"
 
 
 def test_runs_that_start_together_wait_for_the_first_one(model: Path, tmp_path: Path, built: list[Path]) -> None:

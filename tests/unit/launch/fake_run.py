@@ -48,8 +48,6 @@ class FakeJobs:
 
 
 class FakeRun:
-    """One run, and trainings of it."""
-
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(root)
         monkeypatch.setattr(submission, "copy_rendered", lambda *_: None)
@@ -70,15 +68,12 @@ class FakeRun:
         return training
 
     def commit(self, step: int, settings_digest: str, strategy: str = "zero2") -> Path:
-        """Write a committed checkpoint."""
         folder = self.rundir.checkpoints / f"checkpoint-{step}"
         write_json(folder / "trainer_state.json", {"global_step": step, "max_steps": 99, "epoch": 0})
         return commit_checkpoint(folder, step, world_size=4, strategy=strategy, settings_digest=settings_digest)
 
 
 def fails(kind: str, message: str, **values: Any) -> End:
-    """A rank raises."""
-
     def end(folder: AttemptDir) -> None:
         base = {"rank": 0, "host": "c1", "culprit": "c1", "time": 1.0, "traceback": "Traceback ..."}
         RankError.model_validate(base | values | {"kind": kind, "message": message}).write(
@@ -89,8 +84,6 @@ def fails(kind: str, message: str, **values: Any) -> End:
 
 
 def exits(**values: Any) -> End:
-    """A node leaves a record."""
-
     def end(folder: AttemptDir) -> None:
         make_exit(**{"returncode": 1} | values).write(folder.exit_record(0))
 

@@ -14,7 +14,13 @@ from shardmake.config.models import Cluster, Container, Slurm
 from shardmake.core.errors import ConfigError
 from shardmake.doctor.job import job_request, make_request
 from shardmake.launch import container as containers
-from shardmake.launch.container import check_container, check_job_environment, distinct_folders, job_container
+from shardmake.launch.container import (
+    JobContainer,
+    check_container,
+    check_job_environment,
+    distinct_folders,
+    job_container,
+)
 from shardmake.launch.outcome import Action, classify, decide
 from shardmake.launch.slurm_jobs import SlurmJobs, make_executor
 from shardmake.launch.stage_jobs import job_shell_prefix
@@ -109,6 +115,12 @@ def test_links_are_bound_by_name_and_by_target(tmp_path: Path) -> None:
     named = [tmp_path / "home", tmp_path / "home/runs/demo", tmp_path / "home/data/train.jsonl", Path("/node/local")]
     expected = ["/node/local", *(str(tmp_path / name) for name in ("big/runs/demo", "home", "other"))]
     assert [str(path) for path in distinct_folders(named)] == sorted(expected)
+
+
+def test_the_folder_above_a_jobs_own_scratch_is_bound(checkout: Path) -> None:
+    cluster = in_container(checkout).model_copy(update={"scratch": "/node/local/job_$SLURM_JOB_ID/x"})
+    container = job_container(cluster)
+    assert isinstance(container, JobContainer) and "/node/local" in container.binds
 
 
 def test_files_of_a_run_and_of_the_runs_beside_it_are_bound(checkout: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from shardmake.core.errors import ConfigError
 from shardmake.launch import driver_job
 from shardmake.launch.driver_job import DriverJob, end_snakemake
-from shardmake.launch.driver_script import batch_script, lead_seconds, leave_job, refuse_login_node, remove_locks
+from shardmake.launch.driver_script import batch_script, lead_seconds, refuse_login_node, remove_locks
+from shardmake.launch.slurm_request import leave_job
 from shardmake.run.driver_job import DriverDir, DriverState, Workflow, new_driver_dir
 from tests.programs import install_programs, write_program
 from tests.unit.launch.test_stage_jobs import site

@@ -29,12 +29,10 @@ SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-80
 
 
 @pytest.mark.parametrize(("rows", "visible", "planned", "words"), [
-    (ROWS, "0,2", 2, []), (ROWS, "GPU-a,GPU-c", 2, []),
-    (ROWS, "0", 2, ["1 GPUs are visible, and the plan needs 2"]),
+    (ROWS, "0,2", 2, []), (ROWS, "GPU-a,GPU-c", 2, []), (ROWS, "0", 2, ["1 GPUs are visible, and the plan needs 2"]),
     (ROWS, "0,1", 2, ["GPU 1 is in use: 40.0 GiB"]), (ROWS, "0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
     (ROWS, None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
-    (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
-    (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
+    (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []), (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
     (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and the plan needs 1"]),
     (f"0, {UUID}, [N/A], [N/A]", SLICES, 1, []), (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, [FIRST_SLICE]),
     (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and the plan needs 3", FIRST_SLICE]),
@@ -70,8 +68,7 @@ RECORDED = {
     ("8 H100", "13.0", None), ("8 A100", "12.8", None),
     ("8 A100", "13.0", "driver is 550, and torch for CUDA 13.0 needs 580 or newer: run make install CUDA=cu126"),
     ("old driver", "12.6", "needs 525 or newer: update the driver, because no build of torch runs on it"),
-    ("V100", "12.6", None),
-    ("V100", "13.0", "compute capability 7.0, and torch for CUDA 13.0 starts at 7.5"),
+    ("V100", "12.6", None), ("V100", "13.0", "compute capability 7.0, and torch for CUDA 13.0 starts at 7.5"),
     ("B200", "12.6", "capability 10.0, and torch for CUDA 12.6 has no code for it: run make install CUDA=cu130"),
     ("B200", "12.8", None), ("RTX 4090", "13.0", None), ("no rights", "13.0", None),
     ("8 H100", None, "torch is a build without CUDA: run make install CUDA=cu130"),
@@ -108,8 +105,7 @@ NO_CAPABILITY = 'case "$*" in *compute_cap*) echo "Field compute_cap is not a va
 @pytest.mark.parametrize(("script", "number", "last"), [
     (f"cat <<'END'\n{RECORDED['8 H100']}END", 8, GpuStatus("7", "GPU-7", 1 << 20, 0, 580, 9.0)),
     (f"{NO_CAPABILITY}\necho '0, GPU-0, 0, 0, 470.256.02'", 1, GpuStatus("0", "GPU-0", 0, 0, 470, None)),
-    ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", 0, None),
-    (None, 0, None),
+    ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", 0, None), (None, 0, None),
 ], ids=["8-h100", "older-driver", "failing", "missing"])  # fmt: skip
 def test_gpus_are_listed(nvidia_smi: Smi, script: str | None, number: int, last: GpuStatus | None) -> None:
     if script is not None:

@@ -56,8 +56,7 @@ NO_ANSWER = SlurmError("Slurm rejected the job: sbatch: error: Batch job submiss
 @pytest.mark.parametrize(("answers", "found", "result", "left"), [
     ([NO_ANSWER, NO_ANSWER, "7"], [None, None], "7", 0),
     ([NO_ANSWER, "7"], [SlurmError("Slurm does not answer")] * 3, "does not answer", 1), ([NO_ANSWER], ["6"], "6", 0),
-    ([NO_ANSWER] * 3, [None] * 3, "Socket timed out", 0),
-    ([NO_ANSWER] * 3, [None, None, "5"], "5", 0),
+    ([NO_ANSWER] * 3, [None] * 3, "Socket timed out", 0), ([NO_ANSWER] * 3, [None, None, "5"], "5", 0),
     ([SlurmError("Slurm rejected the job: Invalid account"), "8"], [], "Invalid account", 1),
 ], ids=["later", "nobody-can-say", "accepted-nevertheless", "never", "after-the-last-pause", "rejected"])  # fmt: skip
 def test_submission_is_retried_only_while_slurm_knows_no_job(

@@ -187,19 +187,15 @@ DECISIONS: dict[End, list[tuple[dict[str, object], Action]]] = {
     End.FINISHED: [({"idle_attempts": 0}, Action.FINISH)], End.TIME_LIMIT: [(FALLBACK, RESUME)],
     End.PREEMPTED: [({"idle_attempts": 2}, RESUME), (IDLE, GIVE_UP)], End.RENDEZVOUS: [({}, EXCLUDE)],
     End.GPU_OUT_OF_MEMORY: [({"idle_attempts": 5} | FALLBACK, Action.NEXT_FALLBACK), ({}, STOP), (MEMORY, STOP)],
-    End.HOST_OUT_OF_MEMORY: [
-        (FALLBACK, Action.NEXT_FALLBACK), (FALLBACK | MEMORY, Action.MORE_MEMORY), ({}, STOP),
-    ],
-    End.USER_ERROR: [(FALLBACK, STOP)], End.CANCELLED: [(FALLBACK, STOP)],
-    End.STOP_REQUESTED: [(FALLBACK, STOP)],
+    End.HOST_OUT_OF_MEMORY: [(FALLBACK, Action.NEXT_FALLBACK), (FALLBACK | MEMORY, Action.MORE_MEMORY), ({}, STOP)],
+    End.USER_ERROR: [(FALLBACK, STOP)], End.CANCELLED: [(FALLBACK, STOP)], End.STOP_REQUESTED: [(FALLBACK, STOP)],
     End.HANG: [({}, RESUME), ({"host_failed_alike": True}, EXCLUDE), (IDLE, GIVE_UP)],
     End.PREFLIGHT: [
         ({"idle_attempts": 9, "failing_nodes": 5}, EXCLUDE), ({"failing_nodes": 6}, STOP),
         ({"failing_nodes": 1, "has_other_nodes": False}, STOP),
     ],
-    End.NODE_FAILURE: [({}, RESUME)], End.DISK_FULL: [({}, RESUME), (IDLE, GIVE_UP)],
-    End.TERMINATED: [({}, RESUME)], End.SERVICE: [({}, RESUME), (IDLE, GIVE_UP)],
-    End.SERVICE_START: [({}, STOP), ({"has_progress": True}, RESUME)],
+    End.NODE_FAILURE: [({}, RESUME)], End.DISK_FULL: [({}, RESUME), (IDLE, GIVE_UP)], End.TERMINATED: [({}, RESUME)],
+    End.SERVICE: [({}, RESUME), (IDLE, GIVE_UP)], End.SERVICE_START: [({}, STOP), ({"has_progress": True}, RESUME)],
     End.NON_FINITE: [({}, STOP), (REWINDS, RESUME), (REWINDS | IDLE, GIVE_UP)],
 }  # fmt: skip
 

@@ -37,8 +37,8 @@ def test_versions_memory_scratch_and_names(tmp_path: Path) -> None:
     ]
     assert preflight.check_memory(8 * GIB, 8 * GIB) == []
     assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in preflight.check_memory(7 * GIB, 8 * GIB)[0].found
-    assert preflight.check_scratch(tmp_path) == []
-    assert "cannot be written" in preflight.check_scratch(tmp_path / "missing")[0].found
+    assert preflight.check_scratch(str(tmp_path)) == []
+    assert "cannot be written" in preflight.check_scratch(f"{tmp_path}/missing")[0].found
     assert "node-of-nobody.invalid" in preflight.check_names("node-of-nobody.invalid")[0].found
 
 
@@ -53,6 +53,18 @@ def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[Att
     write_json(folder.deepspeed, {})
     attempt = write_attempt(folder, plan, make_cluster(scratch=str(tmp_path)))
     return folder, attempt.model_copy(update=changes), plan
+
+
+def test_scratch_is_expanded_in_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, attempt, plan = node(tmp_path, scratch=f"{tmp_path}/local-$SLURM_JOB_ID")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(PreflightError, match="the job has no variable SLURM_JOB_ID on this node") as refused:
+        check_node(folder, attempt, plan, 0, print)
+    assert refused.value.blames_run  # no other node would have it
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "local-7").mkdir()
+    check_node(folder, attempt, plan, 0, print)
+    assert attempt.private == tmp_path / f"local-7/shardmake-{os.getuid()}" and attempt.private.is_dir()
 
 
 def test_a_node_without_findings_is_reported(tmp_path: Path) -> None:

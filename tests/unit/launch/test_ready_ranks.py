@@ -46,7 +46,6 @@ def has_ended(pid: int) -> bool:
 
 
 def child(before: str = "") -> Waiting:
-    """Return a process that waits."""
     waiting = Waiting([sys.executable, "-c", CHILD.format(before=before)], ENVIRONMENT, **PIPES)
     assert before or wait_until(waiting.is_ready, 60)
     return waiting
@@ -182,16 +181,10 @@ def test_the_launcher_waits_through_the_end_of_the_ranks_and_ends_with_the_worke
     psutil.Process(its_child).kill()  # a rank would have ended with it
 
 
-@pytest.mark.parametrize(
-    ("changes", "program", "used"),
-    [
-        ({}, {}, True),
-        ({"restart_in_place": False}, {}, False),
-        ({"container": "image.sif"}, {}, False),
-        ({"on_one_machine": True}, {}, False),
-        ({}, {"script": "train.py"}, False),
-    ],
-)
+@pytest.mark.parametrize(("changes", "program", "used"), [
+    ({}, {}, True), ({"restart_in_place": False}, {}, False), ({"container": "image.sif"}, {}, False),
+    ({"on_one_machine": True}, {}, False), ({}, {"script": "train.py"}, False),
+])  # fmt: skip
 def test_ranks_are_kept_ready_for_own_trainings_in_slurm(
     tmp_path: Path, changes: dict[str, Any], program: dict[str, str], used: bool
 ) -> None:
@@ -258,7 +251,6 @@ class Launch:
         self.pids = [line.split()[2] for line in lines_of_ranks(self.running, 2)]
 
     def command(self, argument: str, *options: str) -> list[str]:
-        """Return the worker's command."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]

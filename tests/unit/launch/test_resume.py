@@ -146,7 +146,6 @@ LOST = SHARDS[2]
 
 
 def save_shards(folder: Path, step: int) -> Path:
-    """Commit a checkpoint of four shards."""
     checkpoint = folder / f"checkpoint-{step}"
     (checkpoint / "optimizer").mkdir(parents=True)
     for number, name in enumerate(SHARDS):

@@ -20,7 +20,6 @@ ROWS = "7|RUNNING|c1|shardmake-chat-1\n"
 
 @pytest.fixture
 def slurm(slurm: Path) -> Path:
-    """A queue with one job."""
     (slurm / "queue").write_text(ROWS)
     return slurm
 

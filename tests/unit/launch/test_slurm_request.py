@@ -1,6 +1,7 @@
 """One request in three dialects, and the table of options as the only place that spells them."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from shardmake.doctor.cluster_file import draft_cluster
 from shardmake.doctor.job import job_request, make_request
 from shardmake.launch.driver_script import batch_script
 from shardmake.launch.slurm_jobs import SlurmJobs
-from shardmake.launch.slurm_request import SlurmRequest
+from shardmake.launch.slurm_request import SlurmRequest, prepare_submission
 from shardmake.launch.stage_jobs import ON_GPUS, sbatch_command
 from shardmake.plan.limits import parse_partitions
 from shardmake.run.attempt import AttemptDir
@@ -47,6 +48,40 @@ def test_a_new_option_is_a_row_and_a_key(tmp_path: Path, monkeypatch: pytest.Mon
     assert doctor["additional_parameters"]["bb-x"] == "course"
     with pytest.raises(ValidationError, match=r"is set by the key slurm\.bb_x"):
         model(extra={"--bb_x": "course"})
+
+
+def test_no_variable_of_sbatch_replaces_what_the_cluster_file_or_the_plan_decides() -> None:
+    """sbatch prefers its variables to the lines of a script."""
+    kept = dict.fromkeys(("SBATCH_ACCOUNT", "SBATCH_RESERVATION", "SBATCH_NETWORK", "SLURM_CPU_BIND", "PATH"), "1")
+    replaced = ("TIMELIMIT", "MEM_PER_CPU", "ARRAY_INX", "EXPORT", "GPUS", "GRES", "PARTITION", "SIGNAL", "REQUEUE")
+    environment = kept | dict.fromkeys((f"SBATCH_{name}" for name in replaced), "1")
+    prepare_submission(site(partition="gpu"), environment)
+    assert environment == kept
+    environment = {"SBATCH_GRES": "gpu:4", "SBATCH_MEM_PER_NODE": "4G", "SBATCH_RESERVATION": "b"}
+    prepare_submission(site(gpu_request="none", memory="none", extra={"reservation": "a"}), environment)
+    assert environment.keys() == {"SBATCH_GRES", "SBATCH_MEM_PER_NODE"}
+
+
+def test_every_job_has_the_account_of_the_environment_if_the_file_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snakemake's executor would guess one, and give it to sbatch in place of the variable."""
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+    script = SlurmJobs(tmp_path, site()).script(AttemptDir(tmp_path / "1"), make_plan("zero3"), [])
+    assert "#SBATCH --account=lab" in script
+    for stage in ON_GPUS:
+        assert " -A lab " in sbatch_command(stage, make_run(), site(), Resources(memory_gib=3, cpus=2))
+    assert SlurmRequest(site(account="own"), JobKind.TRAINING, 1).submitit()["account"] == "own"
+
+
+def test_a_job_that_is_submitted_in_a_job_does_not_inherit_its_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun refuses SLURM_MEM_PER_CPU of the outer job beside SLURM_MEM_PER_NODE of its own."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "4096")
+    SlurmJobs(tmp_path, site()).script(AttemptDir(tmp_path / "1"), make_plan("zero3"), [])
+    assert "SLURM_MEM_PER_CPU" not in os.environ and "SLURM_JOB_ID" not in os.environ
 
 
 def test_the_doctor_drafts_a_cluster_with_every_key_that_it_is_given() -> None:

@@ -17,8 +17,7 @@ from shardmake.launch.watcher import PATIENCE
     ("CANCELLED+", JobState.ENDED, "CANCELLED"), ("OUT_OF_MEMORY", JobState.ENDED, "OUT_OF_MEMORY"),
     ("NODE_FAIL", JobState.ENDED, "NODE_FAIL"), ("REQUEUED", JobState.PENDING, "REQUEUED"),
     ("SPECIAL_EXIT", JobState.PENDING, "SPECIAL_EXIT"), ("UNKNOWN", JobState.UNKNOWN, "UNKNOWN"),
-    ("SOMETHING_OF_SLURM_30", JobState.UNKNOWN, "SOMETHING_OF_SLURM_30"),
-    ("", JobState.UNKNOWN, ""),
+    ("SOMETHING_OF_SLURM_30", JobState.UNKNOWN, "SOMETHING_OF_SLURM_30"), ("", JobState.UNKNOWN, ""),
 ])  # fmt: skip
 def test_every_state_is_recognized(text: str, state: JobState, name: str) -> None:
     assert slurm_states.parse_state(text) == (state, name)
@@ -84,17 +83,13 @@ REQUEUED = [
 
 
 @pytest.mark.parametrize(("lines", "found"), [
-    ([STARTED], None),
-    ([STARTED, "srun: error: c3: task 2: Killed", *KILLED_LATER], StepFailure("c3", "Killed", 2)),
+    ([STARTED], None), ([STARTED, "srun: error: c3: task 2: Killed", *KILLED_LATER], StepFailure("c3", "Killed", 2)),
     ([STARTED, "srun: error: c3: tasks 2-3: Segmentation fault"], StepFailure("c3", "Segmentation fault", 2)),
     ([STARTED, "srun: error: c2: task 1: Exited with exit code 1", *KILLED_LATER], None),
-    (
-        [
-            "srun: error: Task launch for StepId=25.0 failed on node c2: Socket timed out on send/recv operation",
-            "srun: error: Application launch failed: Socket timed out on send/recv operation", STARTED, *KILLED_LATER,
-        ],
-        StepFailure("c2", "Socket timed out on send/recv operation", None),
-    ),
+    ([
+        "srun: error: Task launch for StepId=25.0 failed on node c2: Socket timed out on send/recv operation",
+        "srun: error: Application launch failed: Socket timed out on send/recv operation", STARTED, *KILLED_LATER,
+    ], StepFailure("c2", "Socket timed out on send/recv operation", None)),
     ([STARTED, *REQUEUED, STARTED], None),
     ([STARTED, *REQUEUED, STARTED, "srun: error: c2: task 1: Killed"], StepFailure("c2", "Killed", 1)),
 ])  # fmt: skip
@@ -118,8 +113,7 @@ def test_slurms_own_lines_distinguish_a_scancel_from_other_ends(lines: list[str]
 @pytest.mark.parametrize(("log", "raised"), [
     ("Traceback\ntorch.distributed.DistNetworkError: port: 2, EADDRINUSE\n[W] bye\n", "torch.distributed.DistNetworkError: port: 2, EADDRINUSE"),
     ("[rank0]: ValueError: bad label\ne.errors.ChildFailedError: \n", "ValueError: bad label"),
-    ("OSError: caught\nSignal 9 (SIGKILL) received by PID 7\n", ""),
-    ("all well\n", ""),
+    ("OSError: caught\nSignal 9 (SIGKILL) received by PID 7\n", ""), ("all well\n", ""),
 ])  # fmt: skip
 def test_what_a_launcher_raised(log: str, raised: str) -> None:
     assert launcher_error(log.splitlines()) == raised

@@ -56,8 +56,7 @@ def test_jobs_without_gpus_go_to_the_cpu_partition(stage: str) -> None:
 
 
 @pytest.mark.parametrize(("request_", "gpu_type", "words"), [
-    ("gres", None, "--gres=gpu:2"), ("gres", "a100", "--gres=gpu:a100:2"),
-    ("gres", "1g.10gb", "--gres=gpu:1g.10gb:2"),
+    ("gres", None, "--gres=gpu:2"), ("gres", "a100", "--gres=gpu:a100:2"), ("gres", "1g.10gb", "--gres=gpu:1g.10gb:2"),
     ("gres", "nvidia_a100-sxm4-80gb", "--gpus-per-node=nvidia_a100-sxm4-80gb:2"),
     ("gres", "1g.10gb+me", "--gpus-per-node=1g.10gb+me:2"), ("gpus-per-node", None, "--gpus-per-node=2"),
     ("gpus-per-node", "h100-sxm", "--gpus-per-node=h100-sxm:2"), ("gpus", None, "--gpus=2"),

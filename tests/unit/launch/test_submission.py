@@ -16,7 +16,6 @@ MINE = "shardmake-mine-00000000"
 
 @pytest.fixture
 def slurm(slurm: Path) -> Path:
-    """An empty queue."""
     (slurm / "queue").touch()
     return slurm
 

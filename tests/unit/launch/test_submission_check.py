@@ -3,12 +3,14 @@
 import contextlib
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardmake.core.errors import ConfigError
+from shardmake.launch.slurm_request import memory_in_place_of_the_plans
 from shardmake.launch.stage_jobs import ON_GPUS
-from shardmake.launch.submission_check import _check_step, check_submission, expected_starts, node_counts
+from shardmake.launch.submission_check import _check_memory, _check_step, check_submission, expected_starts, node_counts
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import CandidateEstimate, MemoryEstimates, Resources
 from tests.programs import install_programs
@@ -60,6 +62,20 @@ def test_each_job_is_judged_with_its_own_parameters(site: Site, caplog: Log) -> 
     assert "#SBATCH --nodes=2" in script and "#SBATCH --qos=long" in script and "shardmake.launch.slurm_task" in script
     assert "accept the job of train: Job 12 to start at 2026-11-24" in caplog.text, "a busy cluster refuses nothing"
     assert not (site.folder / "docs-chat").exists()
+
+
+@pytest.mark.parametrize(("given", "is_refused"), [
+    (64, True), ("64", True), ("2G", True), ("3gb", False), (3072, False), ("1T", False), (0, False), ("x", False),
+])  # fmt: skip
+def test_memory_in_extra_that_does_not_suffice_is_refused(given: Any, is_refused: bool) -> None:
+    plan = make_plan("zero3").model_copy(
+        update={"host_memory": 3 << 30, "resources": {"train": Resources(memory_gib=4, cpus=2)}}
+    )
+    words = "to sbatch, and the training needs 3.0 GiB on a node. Remove the key, or write at least 4G with its unit"
+    with pytest.raises(ConfigError, match=words) if is_refused else contextlib.nullcontext():
+        _check_memory(
+            memory_in_place_of_the_plans(make_cluster(executor="slurm", slurm={"extra": {"mem": given}})), plan
+        )
 
 
 @pytest.mark.parametrize("refused", ["all", *ON_GPUS])

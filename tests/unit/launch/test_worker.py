@@ -131,10 +131,9 @@ def test_a_node_blames_the_missing_one(folder: AttemptDir, tmp_path: Path, monke
     install_programs(tmp_path, monkeypatch, {"scontrol": scontrol})
     monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
     monkeypatch.setattr(
-        worker,
-        "run_rendezvous",
+        worker, "run_rendezvous",
         Mock(side_effect=RendezvousError("Node 1 did not connect to c1 before the deadline.", absent=1)),
-    )
+    )  # fmt: skip
     worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
     assert [node.culprit for node in folder.exits()] == ["c2"]
     (tmp_path / "scontrol").unlink()

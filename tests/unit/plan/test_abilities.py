@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import WeightConverter
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
@@ -259,6 +260,8 @@ REFUSED = [
     ({**LLAMA, "hidden_act": "sillu"}, {},
      r"has the hidden_act 'sillu', which transformers .* does not know\. .* It knows gelu, .*, silu, "),
     ({**LLAMA, "rope_scaling": {"type": "yarm", "factor": 2.0}}, {}, r"has the rope_type 'yarm', which .* yarn\."),
+    ({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 2.0}}, {},
+     r"has the rope_type 'longrope' without long_factor, short_factor, which transformers .* requires\."),
     ({**LLAMA, "hidden_act": ["silu"]}, {}, r"has the hidden_act \['silu'\], which transformers"),
     ({"model_type": "bert", **SIZES, "architectures": ["BertForMaskedLM"]}, {}, "names the class BertForMaskedLM"),
     (LLAMA, {"method": "lora", "lora": {"targets": ["c_attn"]}}, "target not found"),
@@ -437,6 +440,30 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert small["vocab_size"] == 64 and all(token < 64 for token in small["eos_token_id"])
     assert small["text"] == {"model_type": "part", "num_layers": 2, "num_heads": 1, "d_model": 64}
     assert shrunk(large, narrow="none")["hidden_size"] == 4096
+
+
+@pytest.mark.parametrize("kind", [*ROPE_INIT_FUNCTIONS, "default", "mrope"])
+def test_the_keys_that_a_kind_of_rope_requires_are_those_of_transformers(kind: str) -> None:
+    required = {key: [2.0] if key in ("short_factor", "long_factor") else 2.0 for key in abilities._required(kind)}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **required}
+    AutoConfig.for_model(**LLAMA, rope_parameters={**rope})
+    for missing in required:
+        with pytest.raises(KeyError, match=missing):
+            AutoConfig.for_model(**LLAMA, rope_parameters={key: rope[key] for key in rope if key != missing})
+
+
+HYBRIDS = {
+    "qwen3_5_text": (24, 4, 16, 48), "qwen3_5_moe_text": (32, 2, 16, 64), "qwen3_next": (40, 8, 16, 48),
+}  # fmt: skip
+"""Heads of attention, and of its keys; those of linear attention, whose values have a multiple of its keys'."""
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_small_model_with_several_kinds_of_heads_runs(kind: str) -> None:
+    names = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+    heads = dict(zip(names, HYBRIDS[kind], strict=True))
+    config = {"model_type": kind, "hidden_size": 5120, "head_dim": 256, "intermediate_size": 17_408, **heads}
+    assert ask(config, "head") == {"plain": True}  # only of a small model that runs
 
 
 def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: Patch) -> None:

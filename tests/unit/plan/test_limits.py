@@ -74,6 +74,8 @@ MIXED = {"partition": "mixed", "time_limit": "0:02:00"}
     (plan(nodes=16, cpus=96), cluster("h100", gpu_type="h100", **MIXED)),
     (plan(nodes=4), cluster("a100-80gb", gpu_type="nvidia_a100-sxm4-80gb", **MIXED)),
     (plan(nodes=28), cluster("h100", **MIXED)), (plan(nodes=30), cluster("h100", gpu_request="none", **MIXED)),
+    (plan(), cluster(partition="urgent,gpu", time_limit="2-00:00:00")),  # in the second one
+    (plan(), cluster("h100", gpu_type="h100", partition="gpu,mixed", time_limit="0:02:00")),
 ])  # fmt: skip
 def test_a_request_within_the_limits_passes(asked: Plan, on: Cluster) -> None:
     check_request(asked, on, PARTITIONS)
@@ -91,6 +93,9 @@ def test_memory_for_which_slurm_is_not_asked_is_not_compared() -> None:
     ("asked", "on", "words"),
     [
         (plan(), cluster(partition="gpus"), r"no partition 'gpus'. Did you mean 'gpu'\? This cluster has: gpu, urgent"),
+        (plan(), cluster(partition="gpu,gpus"), r"no partition 'gpus'. Did you mean 'gpu'"),
+        (plan(), cluster(partition="mixed,urgent", time_limit="2-00:00:00"), r"longer than the 2 minutes that partition 'mixed'"),
+        (plan(), cluster(partition="urgent", cpu_partition="mixed,gpu", time_limit="2-00:00:00"), r"longer than the 1440"),
         (plan(nodes=4), cluster(), r"takes 4 nodes, but partition 'gpu' has 3. Set runs.demo.nodes"),
         (plan(memory_gib=9), cluster(), r"2 nodes with 9 GiB of memory each.*has 0; its nodes have up to 8 GiB"),
         (plan(cpus=9), cluster(), r"2 nodes with 9 cores each.*has 0; its nodes have up to 2. Set cpus_per_node"),

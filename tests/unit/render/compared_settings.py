@@ -18,7 +18,6 @@ _COMPARISONS = TypeAdapter(list[Comparison])
 
 
 def compare_settings(settings: Sequence[Settings]) -> list[Comparison]:
-    """Return the comparison for each of ``settings``."""
     request = json.loads(json.dumps([asdict(one) for one in settings], default=str))
     path = {"PYTHONPATH": str(Path(__file__).parents[3])}
     environment = {**os.environ, **kernel_caches("/tmp"), **path, "CUDA_VISIBLE_DEVICES": ""}
@@ -26,7 +25,6 @@ def compare_settings(settings: Sequence[Settings]) -> list[Comparison]:
 
 
 def answer(request: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the comparison for each of the request's settings."""
     from shardmake.render.settings_table import compare
 
     answers = []

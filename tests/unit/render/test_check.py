@@ -44,14 +44,12 @@ def possible(choice: Choice) -> Choice:
     return choice.model_copy(update={"processes_per_node": WORLD_SIZE // choice.nodes, "tensor_parallel": size})
 
 
-runs = st.fixed_dictionaries(
-    {
-        "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
-        "scheduler": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
-        "warmup_ratio": st.floats(0, 1), "max_grad_norm": st.floats(0.1, 10),
-        "method": st.sampled_from(["full", "lora"]), "eval_every_steps": st.just("never") | st.integers(1, 100),
-    }
-)  # fmt: skip
+runs = st.fixed_dictionaries({
+    "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
+    "scheduler": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
+    "warmup_ratio": st.floats(0, 1), "max_grad_norm": st.floats(0.1, 10), "method": st.sampled_from(["full", "lora"]),
+    "eval_every_steps": st.just("never") | st.integers(1, 100),
+})  # fmt: skip
 accelerators = st.sampled_from(["cpu", "a100-80gb"])
 
 

@@ -10,30 +10,22 @@ from tests.unit.render.compared_settings import compare_settings
 
 CLEAN = {
     "all auto": Settings(ARGUMENTS, AUTO | {"bf16": {"enabled": "auto"}, "train_batch_size": "auto"}, world_size=2),
-    "written by accelerate config": Settings(
-        ARGUMENTS | {"bf16": True},
-        None,
-        ACCELERATE
-        | {
-            "deepspeed_config": {
-                "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "offload_optimizer_device": "none",
-                "offload_param_device": "none", "zero3_init_flag": False, "zero_stage": 2,
-            },
-            "debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False, "machine_rank": 0,
-            "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "rdzv_backend": "static",
-            "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
+    "written by accelerate config": Settings(ARGUMENTS | {"bf16": True}, None, ACCELERATE | {
+        "deepspeed_config": {
+            "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "offload_optimizer_device": "none",
+            "offload_param_device": "none", "zero3_init_flag": False, "zero_stage": 2,
         },
-        world_size=2,
-    ),
+        "debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False, "machine_rank": 0,
+        "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "rdzv_backend": "static",
+        "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
+    }, world_size=2),
     "FSDP": Settings(
-        ARGUMENTS | {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}},
-        None,
+        ARGUMENTS | {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}, None,
         ACCELERATE | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}},
         world_size=2,
     ),
     "a script": Settings(None, AUTO, ACCELERATE, ["--deepspeed_config_file", "ds.json"], 2, named_by_trainer=False),
-    "a DeepSpeed file alone": Settings(None, AUTO),
-    "training arguments alone": Settings(ARGUMENTS),
+    "a DeepSpeed file alone": Settings(None, AUTO), "training arguments alone": Settings(ARGUMENTS),
 }  # fmt: skip
 
 
@@ -87,10 +79,9 @@ FOUND_BY_THE_ENGINE = {
 }
 """Rows that were once predicted otherwise: setting, verdict and what runs."""
 ONE_RANK = {
-    "engine: Accelerate's type for CPUs": "distributed_type",
-    "engine: a script without a GPU": "use_cpu",
+    "engine: Accelerate's type for CPUs": "distributed_type", "engine: a script without a GPU": "use_cpu",
     "engine: DDP without a GPU": "use_cpu",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

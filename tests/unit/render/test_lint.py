@@ -180,19 +180,16 @@ def test_a_named_file_that_is_not_there_is_an_error(folder: Path) -> None:
 UNREADABLE: dict[str, tuple[bytes | None, str]] = {
     "half.json": (b'{"a\\ud800": 1}', "line 1 is not valid JSON: the text has half of a pair of Unicode surrogates"),
     "latin.yaml": ("learning_rate: 1  # für".encode("latin-1"), "line 1 is not valid UTF-8"),
-    "empty.yaml": (b"", "holds nothing"),
-    "list.json": (b"[1, 2]", "holds a list"),
+    "empty.yaml": (b"", "holds nothing"), "list.json": (b"[1, 2]", "holds a list"),
     "broken.json": (b'{\n"a" 1}', "line 2 is not valid JSON"),
     "broken.yaml": (b"a: 1\nb: [1\n", "line 3 is not valid YAML"),
     "twice.json": (b'{"bf16": {"enabled": true, "enabled": false}}', "the key 'enabled' occurs twice"),
     "odd.yaml": (b"a: 1", "not a known configuration file"),
     "self.yaml": (
-        b"zero_optimization: &all {stage: 2, more: *all}",
-        "cannot be read: it holds a value that is not valid",
+        b"zero_optimization: &all {stage: 2, more: *all}", "cannot be read: it holds a value that is not valid",
     ),
-    "none.yaml": (None, "does not exist"),
-    ".": (None, "is a folder"),
-}
+    "none.yaml": (None, "does not exist"), ".": (None, "is a folder"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNREADABLE)

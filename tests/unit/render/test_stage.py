@@ -39,10 +39,9 @@ CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]
     "fsdp-tensor-parallel": ("fsdp", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
     "zero2-activation-offload": ("zero2", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
     "fsdp-activation-offload": ("fsdp", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
-    "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
-    "zero2-qlora": ("zero2", {}, {"method": "qlora"}, GPU),
+    "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU), "zero2-qlora": ("zero2", {}, {"method": "qlora"}, GPU),
     "ddp-lora-epochs": ("ddp", {}, {"method": "lora", "max_steps": None, "epochs": 3.0, "warmup_ratio": 1.0}, GPU),
-}
+}  # fmt: skip
 
 
 def case(name: str) -> tuple[Plan, Files]:
@@ -55,10 +54,9 @@ def as_text(plan: Plan, files: Files) -> str:
     command = shlex.join(launch_command(plan, FOLDER, machine_rank=1, address="10.0.0.1", port=61000))
     parts = {
         "command on node 1": command.replace(sys.executable, "python") + "\n",
-        "accelerate.yaml": as_yaml(files.accelerate),
-        "deepspeed.json": json.dumps(files.deepspeed, indent=2) + "\n",
+        "accelerate.yaml": as_yaml(files.accelerate), "deepspeed.json": json.dumps(files.deepspeed, indent=2) + "\n",
         "training.json": json.dumps(files.training.as_json(), indent=2) + "\n",
-    }
+    }  # fmt: skip
     text = "\n".join(f"=== {title}\n{body}" for title, body in parts.items())
     return text.replace(f"shardmake-{os.getuid()}", "shardmake-UID")
 

@@ -43,8 +43,7 @@ HF_ZERO2 = {
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        "type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
     },
     "zero_optimization": {
         "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "allgather_partitions": True,
@@ -101,18 +100,16 @@ def test_what_the_plan_leaves_open_is_taken_over_and_reported(tmp_path: Path) ->
         f"{own}: communication_data_type is 'bf16' instead of 'fp32'. Gradients are averaged in this data type.",
     ]
     assert files.training.own_files == {
-        "zero_optimization.reduce_bucket_size": 500_000_000,
-        "zero_optimization.round_robin_gradients": True,
+        "zero_optimization.reduce_bucket_size": 500_000_000, "zero_optimization.round_robin_gradients": True,
         "communication_data_type": "bf16",
-    }
+    }  # fmt: skip
 
 
 def test_every_contradiction_is_listed_with_both_values_and_the_winner(tmp_path: Path) -> None:
     values = ZERO2 | {
-        "train_batch_size": 99,
-        "gradient_accumulation_steps": "2",
+        "train_batch_size": 99, "gradient_accumulation_steps": "2",
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    }
+    }  # fmt: skip
     own = written(tmp_path, "ds.json", values)
     assert refusal("zero2", deepspeed_config=own) == [
         f"train_batch_size: 99 in {own}, 16 in the plan. DeepSpeed would have stopped on the product of the others.",
@@ -175,21 +172,17 @@ def test_keys_that_accelerate_refuses_beside_a_deepspeed_file(tmp_path: Path) ->
     both = QUESTIONNAIRE | {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "mine.json"}}
     del both["fsdp_config"], both["mixed_precision"]
     ours = {
-        "accelerate_config": written(tmp_path, "b.yaml", both),
-        "deepspeed_config": written(tmp_path, "d.json", ZERO2),
-    }
+        "accelerate_config": written(tmp_path, "b.yaml", both), "deepspeed_config": written(tmp_path, "d.json", ZERO2),
+    }  # fmt: skip
     assert "deepspeed_config_file" not in merge("zero2", **ours)[0].accelerate["deepspeed_config"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("ds.json", '{"bf16": {"enabled": true}, "bf16": {}}', "the key 'bf16' occurs twice"),
-        ("ds.json", '{"bf16": {"enabled": true},}', "line 1 is not valid JSON"), ("ds.json", "[]", "holds no keys"),
-        ("ds.json", '{"compute_environment": "LOCAL_MACHINE"}', "looks like an Accelerate file"),
-        ("ds.yaml", "a: [", "is not valid YAML"), ("none.json", None, "none.json' does not exist"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "text", "words"), [
+    ("ds.json", '{"bf16": {"enabled": true}, "bf16": {}}', "the key 'bf16' occurs twice"),
+    ("ds.json", '{"bf16": {"enabled": true},}', "line 1 is not valid JSON"), ("ds.json", "[]", "holds no keys"),
+    ("ds.json", '{"compute_environment": "LOCAL_MACHINE"}', "looks like an Accelerate file"),
+    ("ds.yaml", "a: [", "is not valid YAML"), ("none.json", None, "none.json' does not exist"),
+])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, name: str, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -207,9 +200,8 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
     ("optimizer.params.betas", [0.9, 0.95], "norms and biases"),
     ("torch_autocast.enabled", True, "would have trained in another one"),
     ("amp.enabled", True, "Set precision in the run"), ("checkpoint.load_universal", True, "could not use them"),
-    ("zero_optimization.cpu_offload", True, "The name is deprecated"),
-    ("zero_optimization.stage", 3, "2 in the plan"), ("zero_optimization.stage", "2", "2 in the plan"),
-    ("zero_optimization.stage", True, "2 in the plan"),
+    ("zero_optimization.cpu_offload", True, "The name is deprecated"), ("zero_optimization.stage", 3, "2 in the plan"),
+    ("zero_optimization.stage", "2", "2 in the plan"), ("zero_optimization.stage", True, "2 in the plan"),
     ("zero_optimization", True, "A section with keys is needed here"),
     ("zero_optimization.offload_optimizer.device", "cpu", "'none' in the plan"),
     ("zero_optimization.contiguous_gradients", False, "True in the plan"),
@@ -236,8 +228,7 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
 
 
 REFUSED_ACCELERATE: list[tuple[Strategy, str, Any, str]] = [
-    ("fsdp", "distributed_type", "MULTI_GPU", "'FSDP' in the plan"),
-    ("fsdp", "num_processes", 8, "4 in the plan"),
+    ("fsdp", "distributed_type", "MULTI_GPU", "'FSDP' in the plan"), ("fsdp", "num_processes", 8, "4 in the plan"),
     ("fsdp", "use_cpu", True, "The launcher ignores it for the planned engine"),
     ("fsdp", "mixed_precision", "fp16", "'bf16' in the plan"),
     ("zero2", "mixed_precision", "bf16", "it refuses this key beside a DeepSpeed file"),
@@ -254,16 +245,13 @@ REFUSED_ACCELERATE: list[tuple[Strategy, str, Any, str]] = [
     ("fsdp", "rdzv_backend", "c10d", "always uses a static rendezvous"),
     ("fsdp", "parallelism_config.parallelism_config_tp_size", 2, "not set in the plan"),
     ("fsdp", "megatron_lm_config.megatron_lm_tp_degree", 2, "does not know its effect"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind", "key", "value", "words"),
-    [
-        *(("zero2", "deepspeed", *row) for row in REFUSED_DEEPSPEED),
-        *((strategy, "accelerate", *row) for strategy, *row in REFUSED_ACCELERATE),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "kind", "key", "value", "words"), [
+    *(("zero2", "deepspeed", *row) for row in REFUSED_DEEPSPEED),
+    *((strategy, "accelerate", *row) for strategy, *row in REFUSED_ACCELERATE),
+])  # fmt: skip
 def test_a_planted_contradiction_is_refused(
     tmp_path: Path, strategy: Strategy, kind: str, key: str, value: Any, words: str
 ) -> None:

@@ -206,12 +206,11 @@ def test_every_setting_of_the_installed_peft_is_proved_or_refused() -> None:
 ADVISED: dict[str, dict[str, Any]] = {
     "lora_bias": {"lora_bias": True, "target_modules": ["q_proj"]},
     "velora_config": {"velora_config": {"num_groups": 4}, "target_modules": ["q_proj"]},
-    "kasa_config": {"kasa_config": {}},
-    "monteclora_config": {"monteclora_config": {"num_samples": 2}},
+    "kasa_config": {"kasa_config": {}}, "monteclora_config": {"monteclora_config": {"num_samples": 2}},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     "use_bdlora": {"use_bdlora": {"nblocks": 2, "target_modules_bd_a": ["q_proj"], "match_strict": False}},
     "alora_invocation_tokens": {"alora_invocation_tokens": [5, 6]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", ADVISED)

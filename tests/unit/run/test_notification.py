@@ -46,10 +46,9 @@ def test_a_person_is_notified_of_errors_stops_and_the_end(end: End) -> None:
     end("train", StopRequestedError("Stopped at step 5."))
     end("report", None)
     assert said() == [
-        "chat|failed|train|No token for https://host. Log in.",
-        "chat|stopped|train|Stopped at step 5.",
+        "chat|failed|train|No token for https://host. Log in.", "chat|stopped|train|Stopped at step 5.",
         "chat|done|report|All stages of chat are done. The report is runs/chat/report.html.",
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "warning"), [

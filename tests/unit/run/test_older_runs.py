@@ -24,10 +24,13 @@ FOLDERS = sorted(path for path in (Path(__file__).parents[2] / "older_runs").ite
 
 @pytest.fixture(params=FOLDERS, ids=lambda path: path.name)
 def older(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """The folder of a finished run, without its weights and examples, beside its configuration."""
+    """The folder of a finished run, without its weights, examples and large files, beside its configuration."""
     shutil.copytree(request.param, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     rundir = RunDir(tmp_path / "runs/done")
+    rundir.fallbacks.mkdir()
+    for path in (rundir.memory_table, rundir.accelerate, rundir.deepspeed):
+        path.touch()
     for name, entry in json.loads(rundir.model_receipt.read_text())["verification"]["files"].items():
         (rundir.model / name).touch()
         os.truncate(rundir.model / name, entry["size"])

@@ -56,8 +56,7 @@ def test_a_missing_record_names_the_command_that_writes_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("content", "problem"), [
-    ("", "EOF"), ('{"step": 4', "EOF"),
-    ('{"format": 1, "step": 4}', "time: Field required"),
+    ("", "EOF"), ('{"step": 4', "EOF"), ('{"format": 1, "step": 4}', "time: Field required"),
     ('{"format": 1, "step": "four", "time": 1}', "step: Input should be a valid integer"),
     ('{"format": 1, "step": 4, "time": 1, "epoch": 2}', "epoch: Extra inputs are not permitted"), ("{}{}", "trailing"),
 ])  # fmt: skip

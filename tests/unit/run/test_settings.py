@@ -109,6 +109,25 @@ def test_settings_that_cannot_change_the_result_count_until_the_training_has_fin
     assert both == ["learning_rate", "cluster.memory_gib_per_node"], "the new training takes every setting as it is"
 
 
+@pytest.mark.parametrize(("before", "now", "is_same"), [
+    ({"data": {"train": "./data//a.jsonl"}}, {"data": {"train": "data/a.jsonl"}}, True),
+    ({"data": {"train": [{"source": "b/../a.jsonl"}]}}, {"data": {"train": [{"source": "a.jsonl"}]}}, True),
+    ({"script": "./t.py"}, {"script": "t.py"}, True),
+    ({"model": "./org/name"}, {"model": "org/name"}, False),  # the second one is a model of the hub
+    ({"data": {"train": "a.jsonl"}}, {"data": {"train": "/a.jsonl"}}, False),
+    ({"data": {"train": "a.jsonl", "columns": {"text": "./a"}}}, {"data": {"train": "a.jsonl", "columns": {"text": "a"}}}, False),
+])  # fmt: skip
+def test_a_path_that_is_spelled_otherwise_reruns_nothing(
+    rundir: RunDir, before: dict[str, Any], now: dict[str, Any], is_same: bool
+) -> None:
+    stage = "train" if "script" in before else "data" if "data" in before else "fetch"
+    recorded = rerun_text(stage, values_of(make_run(**before), CLUSTER), rundir, None)
+    values = values_of(make_run(**now), CLUSTER)
+    assert (rerun_text(stage, values, rundir, recorded) == recorded) is is_same
+    finish(rundir, stage, **before)
+    assert (changed_settings(stage, values, rundir) == []) is is_same
+
+
 def test_a_model_whose_weights_were_removed_or_replaced_is_merged_again_once(rundir: RunDir) -> None:
     """The parameter of the rule changes at each loss, and not by the merge that follows."""
     run, weights = make_run(), rundir.model / "model.safetensors"

@@ -25,19 +25,11 @@ print(json.dumps([name for name in sys.modules if sys.modules[name] is not None]
 """
 
 
-@pytest.mark.parametrize(
-    ("strategy", "run", "unused"),
-    [
-        ("ddp", {}, ALL),
-        ("fsdp", {}, ALL),
-        ("zero3", {}, [*DATA, "peft"]),
-        ("ddp", {"method": "lora"}, [*DATA, "deepspeed"]),
-        ("ddp", {"report_to": ["tensorboard"]}, ["deepspeed", "peft"]),
-        ("ddp", {"objective": "dpo"}, []),
-        ("ddp", {"trust_remote_code": True}, []),
-        ("ddp", {"script": "train.py"}, []),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "run", "unused"), [
+    ("ddp", {}, ALL), ("fsdp", {}, ALL), ("zero3", {}, [*DATA, "peft"]),
+    ("ddp", {"method": "lora"}, [*DATA, "deepspeed"]), ("ddp", {"report_to": ["tensorboard"]}, ["deepspeed", "peft"]),
+    ("ddp", {"objective": "dpo"}, []), ("ddp", {"trust_remote_code": True}, []), ("ddp", {"script": "train.py"}, []),
+])  # fmt: skip
 def test_only_packages_that_no_part_of_a_training_uses_are_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any, run: dict[str, Any], unused: list[str]
 ) -> None:

@@ -20,8 +20,7 @@ RULE = "as long as the median rank (reported from 1.3 times on, if it lasts for 
 
 
 @pytest.mark.parametrize(("ranks", "found"), [
-    ([EVEN] * 3 + [SLOW], "rank 3 on n2 computes 1.6 times"),
-    ([EVEN, SLOW], "rank 1 on n1 computes 1.6 times"),
+    ([EVEN] * 3 + [SLOW], "rank 3 on n2 computes 1.6 times"), ([EVEN, SLOW], "rank 1 on n1 computes 1.6 times"),
     ([SLOW, SLOW, EVEN, EVEN], "ranks 0, 1 on n1 compute up to 1.6 times"),
     ([EVEN] * 3 + [SLOW] + [EVEN] * 2 + [[3.0] * 5], "rank 3 on n2 computes 1.6 times, rank 6 on n4 computes 3.0 times"),
 ])  # fmt: skip

@@ -17,7 +17,6 @@ that releases an all-reduce waits for that lock. So the last reference stays unt
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """Start a process group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD
     ENDED.append(dist.group.WORLD)
@@ -39,6 +38,5 @@ def _run_rank(rank: int, function: Callable[[int, Path], None], folder: Path, st
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
-    """Return a Llama with 16 units and 32 tokens."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": 32, "pad_token_id": 0, **changes}))

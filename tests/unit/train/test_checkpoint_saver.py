@@ -45,7 +45,6 @@ def save(saver: Saver, step: int, *, required: bool = False) -> bool:
 
 
 def filled(small: Path, saves: int = 5, **options: float) -> Saver:
-    """Return a saver that has saved this many checkpoints."""
     saver = Saver(small, describe, Retention(keep=5), **options)
     assert all(save(saver, step) for step in range(1, saves + 1))
     return saver

@@ -147,8 +147,7 @@ def test_every_difference_is_refused(arguments: TrainingArguments, changes: dict
 
 
 @pytest.mark.parametrize(("values", "words"), [
-    ({}, ""),
-    ({"gradient_clipping": 0.0}, "max_grad_norm: planned 1.0, found 0.0"),
+    ({}, ""), ({"gradient_clipping": 0.0}, "max_grad_norm: planned 1.0, found 0.0"),
     ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps: planned 2, found 1"),
     ({"train_micro_batch_size_per_gpu": 4}, "micro_batch_size: planned 2, found 4"),
     ({"torch_autocast_enabled": True}, "autocast: planned None, found 'bfloat16'"),

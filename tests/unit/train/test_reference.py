@@ -32,8 +32,7 @@ def test_what_was_computed_is_read_and_each_example_has_that_of_its_answers(tmp_
 
 
 @pytest.mark.parametrize(("damage", "train", "message"), [
-    (lambda file: file.unlink(), 2, "No such file"),
-    (lambda file: file.write_bytes(file.read_bytes()[:-3]), 2, r"\w+"),
+    (lambda file: file.unlink(), 2, "No such file"), (lambda file: file.write_bytes(file.read_bytes()[:-3]), 2, r"\w+"),
     (lambda file: None, 3, "belongs to other data"),
 ], ids=["missing", "cut", "other data"])  # fmt: skip
 def test_without_a_whole_file_only_step_1_may_follow(tmp_path: Path, damage: object, train: int, message: str) -> None:

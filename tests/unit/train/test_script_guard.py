@@ -102,10 +102,8 @@ def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_p
 
 @pytest.mark.parametrize(("tensor_parallel", "digests", "words"), [
     (1, ["a", "b"], None), (1, ["a", "a"], "Ranks 0 and 1 got the same rows"),
-    (1, ["a,b,c", "b,c,d"], "Ranks 0 and 1 got some of the same rows"),
-    (2, ["a", "a"], None),
-    (2, ["a", "b"], "Ranks 0 and 1 of a tensor-parallel group got different rows"),
-    (1, ["a", ""], None),
+    (1, ["a,b,c", "b,c,d"], "Ranks 0 and 1 got some of the same rows"), (2, ["a", "a"], None),
+    (2, ["a", "b"], "Ranks 0 and 1 of a tensor-parallel group got different rows"), (1, ["a", ""], None),
 ])  # fmt: skip
 def test_rows_are_compared_between_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor_parallel: int, digests: list[str], words: str | None
@@ -120,8 +118,7 @@ def test_rows_are_compared_between_ranks(
 
 
 @pytest.mark.parametrize(("settings", "found"), [
-    ({"peft_type": "LORA"}, None),
-    ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, None),
+    ({"peft_type": "LORA"}, None), ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, None),
     ({"peft_type": "LORA", "use_dora": True, "lora_bias": True}, "lora_bias"),
     ({"peft_type": "LOHA"}, "peft_type LOHA"),
 ])  # fmt: skip

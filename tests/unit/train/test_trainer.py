@@ -57,8 +57,7 @@ def test_cores_as_the_kernel_lists_them(text: str, cores: set[int]) -> None:
 
 
 @pytest.mark.parametrize(("listed", "bound", "message"), [
-    ("4-7,36-39", {4, 5}, "Bound to the 2 of 6 cores near GPU 0000:1b:00.0."),
-    ("0-31", None, ""),
+    ("4-7,36-39", {4, 5}, "Bound to the 2 of 6 cores near GPU 0000:1b:00.0."), ("0-31", None, ""),
     ("32-63", None, "Not bound to the cores near GPU 0000:1b:00.0"),
     (None, None, "Not bound to the cores near GPU 0000:1b:00.0"),
 ], ids=["part-of-the-job", "all-of-the-job", "outside-the-job", "unknown"])  # fmt: skip
