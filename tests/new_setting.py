@@ -70,15 +70,13 @@ def find(folder: Path) -> dict[str, Any]:
     card = render_card(finished_run.make_run(), rundir)
     return {
         "rendered": [files.deepspeed[NAME], files.training.arguments[NAME]],
-        "own file": refused(merge_own_files, files, run, plan.choice),
-        "comparison": [row.verdict, row.effect],
+        "own file": refused(merge_own_files, files, run, plan.choice), "comparison": [row.verdict, row.effect],
         "rank": refused(check_deepspeed_file, DeepSpeedEngine(), {NAME: True}),
-        "digest": result_settings(files.training, plan, "data")["drop_last"],
-        "changes": effect_of("drop_last").changes,
+        "digest": result_settings(files.training, plan, "data")["drop_last"], "changes": effect_of("drop_last").changes,
         "value": values_of(run, cluster)["drop_last"],
         "report": [line for line in card.splitlines() if "rows dropped" in line],
         "reference": [line for line in strategies_page.table().splitlines() if "`drop_last`" in line],
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -88,18 +89,15 @@ def test_the_help_has_every_command_in_its_group_and_options_at_80_columns(monke
     assert max(map(len, options.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_empty_folder(name: str, monkeypatch: Patch, capfd: Captured) -> None:
-    status, printed = run(COMMANDS[name], monkeypatch, capfd)
-    assert status == 2 and "Error: " in printed and "Unexpected" not in printed
-
-
-@pytest.mark.parametrize("file", ["", "runs"])
-@pytest.mark.parametrize("name", [*(name for name in OF_A_RUN if name not in ONLY_READ), "clean"])
-def test_missing_inputs_and_a_file_in_place_of_runs(name: str, file: str, monkeypatch: Patch, capfd: Captured) -> None:
-    configure()
-    if file:
-        Path(file).write_text("a file")
+@pytest.mark.parametrize(("name", "place"), [
+    *product(COMMANDS, ["empty"]),
+    *product([*(name for name in OF_A_RUN if name not in ONLY_READ), "clean"], ["without inputs", "a file as runs"]),
+])  # fmt: skip
+def test_missing_inputs(name: str, place: str, monkeypatch: Patch, capfd: Captured) -> None:
+    if place != "empty":
+        configure()
+    if place == "a file as runs":
+        Path("runs").write_text("a file")
     status, printed = run(COMMANDS[name], monkeypatch, capfd)
     assert status == 2 and "Error: " in printed and "Unexpected" not in printed
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_args
 
 import pytest
 import torch
-import typer
 import yaml
 from deepspeed.checkpoint.constants import (
     AUTOEP_LAYERS_KEY,
@@ -27,7 +26,6 @@ from packaging.version import Version
 from pydantic import TypeAdapter
 from transformers.utils import output_capturing
 
-from shardmake.cli import app
 from shardmake.config.deepspeed_keys import DEEPSPEED_KEYS
 from shardmake.config.effects import KEYS
 from shardmake.config.models import Cluster, Run, Section
@@ -77,12 +75,6 @@ def test_every_key_of_ours_exists_and_takes_the_value(key: str, value: Any) -> N
     if value is not None:
         field = place.model_fields[last]
         TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
-
-
-def test_every_command_exists() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    named = set(re.findall(r"`shardmake ([a-z]+)", TEXT))
-    assert named <= set(commands) and named
 
 
 def test_every_flag_of_their_launcher_exists() -> None:

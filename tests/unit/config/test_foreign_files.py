@@ -61,43 +61,37 @@ def translate_of(values: dict[str, Any]) -> set[str]:
     return {*translate(Path("file.yaml"), 4).untranslated}
 
 
-def test_a_file_of_axolotl() -> None:
-    run, planned, untranslated = run_of(AXOLOTL)
-    assert run == {
-        "model": "org/base",
-        "data": {
+TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], set[str]]] = {
+    "Axolotl": (AXOLOTL, {
+        "model": "org/base", "data": {
             "train": [{"source": "chats.jsonl", "format": "chat", "columns": {"messages": "turns"}}],
             "eval_fraction": 0.05,
         },
         "method": "lora", "lora": {"rank": 16, "targets": "all-linear"}, "sequence_length": 4096, "packing": True,
         "global_batch_size": 32, "epochs": 2, "learning_rate": 2e-4, "warmup_ratio": 0.03, "optimizer": "adamw8bit",
         "scheduler": "cosine", "report_to": ["wandb"],
-    }  # fmt: skip
-    assert (planned, untranslated) == ({"deepspeed"}, {"special_tokens"})
-
-
-def test_a_file_of_llama_factory() -> None:
-    run, planned, untranslated = run_of(FACTORY)
-    assert run == {
+    }, {"deepspeed"}, {"special_tokens"}),
+    "LLaMA-Factory": (FACTORY, {
         "model": "org/base", "data": {"train": [{"source": "data/pairs.json", "columns": {"chosen": "good"}}]},
         "objective": "dpo", "dpo": {"beta": 0.2, "loss_type": ["sigmoid"]}, "packing": False, "method": "qlora",
         "lora": {"rank": 8, "alpha": 16, "targets": "all-linear"}, "sequence_length": 1024, "global_batch_size": 32,
         "epochs": 3, "learning_rate": 5e-6, "scheduler": "linear", "warmup_ratio": 0.1, "precision": "bf16",
-    }  # fmt: skip
-    assert (planned, untranslated) == (set(), {"template"})
-
-
-def test_a_file_of_trl() -> None:
-    run, planned, untranslated = run_of(SMALL_TRL)
-    assert run == {
+    }, set(), {"template"}),
+    "TRL": (SMALL_TRL, {
         "model": "org/base", "data": {"train": "org/data:part"}, "method": "lora",
         "lora": {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}, "sequence_length": 1024,
         "packing": False, "global_batch_size": 32, "max_steps": 50, "learning_rate": 2e-5, "scheduler": "polynomial",
         "scheduler_arguments": {"power": 2}, "warmup_ratio": 0.1, "optimizer": "adamw", "report_to": ["swanlab"],
         "checkpoints": {"keep_best": True}, "final_checkpoint": "best",
-    }  # fmt: skip
-    assert (planned, untranslated) == (set(), {"use_rslora"})
-    assert run_of({**SMALL_TRL, "beta": 0.3}, "kto")[0]["kto"] == {"beta": 0.3}
+    }, set(), {"use_rslora"}),
+}  # fmt: skip
+"""A file of each tool, the run that it becomes, the keys that the plan decides, and those that have no counterpart."""
+
+
+@pytest.mark.parametrize("tool", TRANSLATED)
+def test_a_file_becomes_a_run(tool: str) -> None:
+    values, *expected = TRANSLATED[tool]
+    assert [*run_of(values)] == expected
 
 
 def test_every_key_of_trl_is_one_of_its_classes() -> None:
@@ -106,6 +100,7 @@ def test_every_key_of_trl_is_one_of_its_classes() -> None:
     names = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "ModelConfig", "ScriptArguments")
     known = {field.name for name in names for field in dataclasses.fields(getattr(trl, name))}
     assert {*TRL.keys, *TRL.batch, *TRL.defaults} - known == {"warmup_ratio"}, "of older versions of transformers"
+    assert run_of({**SMALL_TRL, "beta": 0.3}, "kto")[0]["kto"] == {"beta": 0.3}
 
 
 @pytest.mark.parametrize(("values", "key", "value"), [

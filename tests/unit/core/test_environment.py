@@ -14,7 +14,6 @@ from shardmake.core.environment import checkout_commit, hub_environment, kernel_
 from tests.workflow.checkout import LOCAL, UNPUSHED
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
 
 
 def test_the_cache_is_shared_and_nodes_are_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,12 +21,6 @@ def test_the_cache_is_shared_and_nodes_are_offline(tmp_path: Path, monkeypatch: 
     assert hub_environment(None, offline=False) == {}
     assert hub_environment("cache", offline=False)["HF_HOME"] == str(tmp_path / "cache")
     assert hub_environment(None, offline=True) == OFFLINE
-
-
-def test_the_command_line_sets_variables_before_libraries_read_them() -> None:
-    """The hub's libraries read their variables at import."""
-    done = subprocess.run([sys.executable, "-c", SETTING], capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"
 
 
 STAGES = {
@@ -127,6 +120,7 @@ def test_no_default_of_a_function_keeps_os_environ() -> None:
     assert [path.name for path in sources if re.search(r"= os\.environ[,)]", path.read_text())] == []
 
 
+SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
 WITHOUT_TORCH = """
 import sys
 from shardmake.core.environment import import_without_torch
@@ -138,6 +132,12 @@ print(torch.ones(1).item())
 """
 
 
-def test_tokenizers_are_imported_without_torch_which_stays_importable() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("False\n1.0\n", "")
+@pytest.mark.parametrize(
+    ("program", "printed"), [(SETTING, "\n"), (WITHOUT_TORCH, "False\n1.0\n")], ids=["cli", "tokenizers"]
+)
+def test_the_command_line_imports_no_library_and_tokenizers_no_torch_which_stays_importable(
+    program: str, printed: str
+) -> None:
+    """The hub's libraries read their variables at import, which the command line sets."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (printed, "")

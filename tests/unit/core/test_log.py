@@ -12,16 +12,12 @@ from shardmake.core.log import configure_logging, warn_while_slow
 logger = logging.getLogger("shardmake.core.example")
 
 
-def log_all() -> None:
-    logger.debug("details")
-    logger.info("100 %% of %s", "[data]")
-    logger.warning("almost full")
-
-
 @pytest.mark.parametrize(("rank", "prefix"), [(None, ""), (3, "[rank 3] ")])
 def test_warnings_go_to_stderr_with_a_rank(capsys: pytest.CaptureFixture[str], rank: int | None, prefix: str) -> None:
     configure_logging(rank=rank)
-    log_all()
+    logger.debug("details")
+    logger.info("100 %% of %s", "[data]")
+    logger.warning("almost full")
     assert capsys.readouterr() == (f"{prefix}100 % of [data]\n", f"{prefix}WARNING: almost full\n")
 
 

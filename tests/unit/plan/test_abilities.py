@@ -347,10 +347,10 @@ def test_varlen_is_refused_for_models_that_cannot_take_it(tmp_path: Path) -> Non
         resolve.resolve(run, gpus())
 
 
-def install(folder: Path, name: str, version: str) -> None:
-    (folder / "flash_attn").mkdir(parents=True, exist_ok=True)
-    (folder / "flash_attn/__init__.py").write_text("")
-    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info/METADATA"
+def install(package: Path, name: str, version: str) -> None:
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    metadata = package.with_name(f"{name.replace('-', '_')}-{version}.dist-info") / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Name: {name}\nVersion: {version}\n")
 
@@ -360,7 +360,7 @@ def install(folder: Path, name: str, version: str) -> None:
 ])  # fmt: skip
 def test_flash_is_flash_attn_2(name: str, version: str, accepted: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     """flash-attn-4 has the same import name, and transformers runs it under another name."""
-    install(tmp_path / "site", name, version)
+    install(tmp_path / "site/flash_attn", name, version)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     run = make_run(model=make_folder(tmp_path, LLAMA), attention="flash", sequence_length=64)
     settings = resolve.resolve(run, gpus())
@@ -415,12 +415,10 @@ def test_a_model_with_its_own_code_is_asked_itself(tmp_path: Path) -> None:
 
 def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, monkeypatch: Patch) -> None:
     package = tmp_path / "site/liger_kernel"
-    (package / "transformers").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
+    install(package, "liger-kernel", "0.7.0")
+    (package / "transformers").mkdir()
     table = 'MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply_to_llama, "qwen2": apply_to_qwen2}'
     (package / "transformers/monkey_patch.py").write_text(f"import no_such_package\n{table}\n")
-    (package.parent / "liger_kernel-0.7.0.dist-info").mkdir()
-    (package.parent / "liger_kernel-0.7.0.dist-info/METADATA").write_text("Name: liger-kernel\nVersion: 0.7.0\n")
     monkeypatch.syspath_prepend(str(package.parent))
     llama, bloom = make_model(), replace(make_model(), model_type="bloom", decoder=None)
     refuse(wrong_loss(make_run(loss="fused"), llama))

@@ -137,10 +137,14 @@ def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: Folders) -> None:
     assert all(fallback.choice.strategy.startswith(("ddp", "zero")) for fallback in made.fallbacks)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp", "zero3-offload"])
-def test_a_named_strategy_is_respected(strategy: str, folders: Folders) -> None:
-    made = plan(folders["eight"], gpus(max_nodes=4), strategy=strategy, nodes=4)
-    assert strategies_of(made) == {strategy}
+@pytest.mark.parametrize(("changes", "strategy"), [
+    *(({"strategy": name, "nodes": 4}, name) for name in ("zero1", "zero3", "fsdp", "zero3-offload")),
+    ({"optimizer": "adafactor", "method": "lora"}, "ddp"),
+])  # fmt: skip
+def test_a_named_strategy_is_respected_and_adafactor_needs_whole_weights(
+    changes: dict[str, Any], strategy: str, folders: Folders
+) -> None:
+    assert strategies_of(plan(folders["eight"], gpus(), **changes)) == {strategy}
 
 
 def test_hpz_is_taken_by_name_only_and_on_several_nodes(folders: Folders) -> None:
@@ -163,11 +167,6 @@ def test_a_script_does_not_get_nvme_offload(folders: Folders) -> None:
     cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
     made = plan(folders["eight"], cluster, script="train.py", micro_batch_size=1)
     assert "zero3-nvme" not in strategies_of(made)
-
-
-def test_adafactor_needs_whole_weights(folders: Folders) -> None:
-    made = plan(folders["eight"], gpus(), optimizer="adafactor", method="lora")
-    assert strategies_of(made) == {"ddp"}
 
 
 def test_every_fallback_needs_less_gpu_memory(folders: Folders) -> None:

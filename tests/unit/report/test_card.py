@@ -8,7 +8,6 @@ from huggingface_hub import ModelCard
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.report.card import card_plots, render_card
-from shardmake.report.records import public_name
 from shardmake.report.stage import write_report
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources
@@ -38,14 +37,6 @@ def test_how_to_load_names_the_destination_but_no_private_path(rundir: RunDir, t
     assert 'from_pretrained(".")' in own and "plots/" not in own and "SHA256SUMS" not in own
 
 
-def test_names_of_files_are_neither_html_nor_cells(rundir: RunDir) -> None:
-    name = "data/a|b<i>.jsonl"
-    body = render_card(make_run(model="bases/x|<b>", data={"train": name, "eval": name}), rundir).partition("# ")[2]
-    assert "<i>" not in body and "<b>" not in body
-    rows = [line for line in body.splitlines() if line.startswith("| ")]
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 4}
-
-
 @pytest.mark.parametrize(("text", "licence"), [
     (b"---\nlicense: apache-2.0\n---\n# Base\n", "apache-2.0"),
     *((text, None) for text in (b"# Base\n", b"---\nlicense: [\n---\n", b"---\nlicense: caf\xe9\n---\n")),
@@ -70,14 +61,6 @@ def test_a_run_that_was_not_evaluated_names_the_stage(rundir: RunDir, make: Call
     rundir.evaluation.unlink()
     with pytest.raises(ShardmakeError, match="shardmake evaluate chat"):
         make(make_run(), rundir)
-
-
-@pytest.mark.parametrize(("source", "name"), [
-    ("lab/base", "lab/base"), ("lab/talk:train", "lab/talk:train"), ("/data/ada/base", "base"),
-    ("resources/demo/base", "base"), ("./base", "base"),
-])  # fmt: skip
-def test_public_names(source: str, name: str) -> None:
-    assert public_name(source) == name
 
 
 def test_the_licence_of_what_was_fetched_is_carried_over(tmp_path: Path, rundir: RunDir) -> None:

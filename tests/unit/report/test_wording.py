@@ -1,6 +1,7 @@
 """Card and page of runs with other records and settings, as lines that differ from those of a plain run."""
 
 import re
+import shutil
 from collections.abc import Callable
 from difflib import unified_diff
 from html import unescape
@@ -95,12 +96,6 @@ def little_memory(at: RunDir) -> None:
     finished_run.MEMORY.model_copy(update={"candidates": [changed], "host_memory": 6 << 30}).write(at.memory)
 
 
-def lose_attempts(at: RunDir) -> None:
-    for path in sorted(at.attempts.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    at.attempts.rmdir()
-
-
 LEARNING_RATES = '{"step": 1, "learning_rate": 0.25}\n{"step": 2, "learning_rate": 0.125}\n'
 LOSSES = "".join(f'{{"step": {step}, "loss": {9 / step}}}\n' for step in (1, 2, 3))
 HTML = "data/a|b<i>.jsonl"
@@ -186,7 +181,7 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "GPUs": (on_gpus, {}),
     "GPUs and their memory": (lambda at: on_gpus(at, f', "memory": {{"allocated": 1, "reserved": {10 << 30}}}'), {}),
     "little memory": (little_memory, {}),
-    "attempts that are lost": (lose_attempts, {}),
+    "attempts that are lost": (lambda at: shutil.rmtree(at.attempts), {}),
     "a script as its ranks found it": (lambda at: by_script(at, COMPARED), {"script": "train.py"}),
     "a script without an engine": (lambda at: by_script(at, None), {"script": "train.py"}),
     "a script with learning rates": (lambda at: by_script(at, FOUND, LEARNING_RATES), {"script": "train.py"}),
