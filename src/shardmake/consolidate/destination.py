@@ -77,10 +77,13 @@ def staging_folder(out: Path) -> Path:
 
 
 def checkpoint_folders(contents: Contents) -> list[Path]:
-    """Return the folders of a checkpoint: the one with the shards, and its parent if that is the checkpoint."""
+    """Return the folders of a checkpoint: the one with the shards, and its parent if that is the checkpoint.
+
+    The last two layouts are those of any folder with an adapter or a file in it.
+    """
     folder = contents.folder
     try:
-        is_inner = any(folder in layout.find(folder.parent).values() for layout in LAYOUTS)
+        is_inner = any(folder in layout.find(folder.parent).values() for layout in LAYOUTS[:-2])
     except CheckpointError:  # the parent is a checkpoint, but not a complete one
         is_inner = True
     return [folder, folder.parent] if is_inner else [folder]

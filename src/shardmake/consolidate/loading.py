@@ -23,7 +23,7 @@ from shardmake.core.library_process import run_module
 from shardmake.core.process import NEUTRAL_FOLDER
 from shardmake.memory.cache import cached_path
 from shardmake.memory.families import family_of, written_down
-from shardmake.run.model_class import ModelClass
+from shardmake.run.model_class import ModelClass, is_same_class
 from shardmake.run.text_part import composite_class
 
 _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
@@ -279,6 +279,7 @@ def _find_class(folder: Path, trust_remote_code: bool, model_class: ModelClass |
 def find_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     """Return the class in the config, from transformers or, if that is allowed, from the folder's own code."""
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     named = getattr(config, "architectures", None)
     if not named:
@@ -290,6 +291,9 @@ def find_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     auto = [key for key, value in (getattr(config, "auto_map", None) or {}).items() if value.endswith(f".{name}")]
     if auto and trust_remote_code:
         return getattr(transformers, auto[0])
+    own = composite_class(config) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if own and is_same_class(str(own), name):
+        return getattr(transformers, str(own))
     advice = "Its code is part of the model: set trust_remote_code." if auto else "Install another version."
     raise ModelError(
         f"config.json in {folder} names {name}, which transformers {transformers.__version__} does not have. {advice}"

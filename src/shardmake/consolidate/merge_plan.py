@@ -232,7 +232,8 @@ class MergePlan:
                 "If the vocabulary was resized before training, name a --base that was saved after the resize: its "
                 f"config.json has vocab_size {rows}"
             ]
-        if loading.unexpected and not (loading.missing or loading.mismatched or loading.error):
+        is_adapter = self.contents.format == "PEFT adapter"  # what is left over of it was trained
+        if loading.unexpected and not (is_adapter or loading.missing or loading.mismatched or loading.error):
             return ["To keep tensors that the class does not have, add --allow unexpected"]
         return []
 

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardmake.checkpoint.formats import huggingface
+from shardmake.checkpoint.formats.contents import StoredTensor
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
+from shardmake.checkpoint.formats.torch_zip_reader import read_small
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
@@ -23,7 +26,8 @@ from shardmake.memory.cache import cached_helper
 from shardmake.memory.composites import COMPOSITES, absent_towers, text_type
 from shardmake.memory.decoder_sizes import Decoder
 from shardmake.memory.families import FAMILIES, NOT_TAKEN
-from shardmake.memory.model import Model, inventory_request
+from shardmake.memory.model import HEADS, Model, inventory_request
+from shardmake.run.model_class import is_same_class
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
@@ -98,6 +102,7 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
         _check_names(model.text_config, model.source)
+    _check_tie(model)
     if model.decoder is None or not _is_known(model):
         abilities = _of_class(model, run)
     else:
@@ -254,12 +259,44 @@ def _declared_quantization(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 def check_class(config: Any, trained: str, source: str) -> None:
     """Raise a `ModelError` if config.json names another class than ``trained``, which is the one that trains."""
     named = next(iter(config.get("architectures") or []), trained)
-    if named != trained:
+    if not is_same_class(named, trained):
         raise ModelError(
             f"Model cannot be trained: {source} names the class {named}, but causal language models of this type are "
             f"{trained}. Some weights of that class would be missing or left over. Name a model that was saved as "
             f"{trained}."
         )
+
+
+def _check_tie(model: Model) -> None:
+    """Raise a `ModelError` if the files beside config.json hold a head that is not the embedding, as the config says.
+
+    transformers unties the two where it reads the files, but not where it builds the model from the config or under
+    ZeRO-3: the ranks would train different models.
+    """
+    folder = Path(model.source).parent
+    weights = huggingface.recognise(folder) if model.tied else None
+    if weights is None or not all((folder / name).is_file() for name in huggingface.shard_names(folder)):
+        return
+    ends = tuple(f"{head}.weight" for head in HEADS), (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
+    held = huggingface.read(folder).tensors.values()
+    pair = [[one for one in held if one.pieces and f".{one.name}".endswith(end)] for end in ends]
+    if all(len(found) == 1 for found in pair) and len({_start(found[0]) for found in pair}) > 1:
+        head, embedding = (found[0].name for found in pair)
+        raise ModelError(
+            f"Model cannot be trained: {model.source} ties {head} to {embedding}, but the files hold different values "
+            'for them. Write "tie_word_embeddings": false into a copy of config.json, beside model_type, and name '
+            "its folder."
+        )
+
+
+def _start(tensor: StoredTensor) -> tuple[str, bytes]:
+    """Return the type of a tensor and its first bytes."""
+    piece = tensor.pieces[0]
+    size = min(_SAMPLE, piece.count * ITEM_SIZE[tensor.dtype])
+    return tensor.dtype, read_small(piece.record.path, piece.record.offset + piece.start, size)
+
+
+_SAMPLE = 1 << 20
 
 
 def _check_names(config: Mapping[str, Any], source: str) -> None:

@@ -24,6 +24,11 @@ from shardmake.core.errors import CheckpointError
 CONFIG: Final = "adapter_config.json"
 WITH_PEFT: Final = "Merge it with PEFT: PeftModel.from_pretrained(base, adapter).merge_and_unload()."
 UNMERGED: Final = "It changes more than weights, so it cannot be merged: load the base model and the adapter with PEFT."
+NEVER_MERGED: Final = (
+    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING", "PROMPT_TUNING",
+    "P_TUNING", "SHADOW", "XLORA",
+)  # fmt: skip
+"""Kinds of adapters that PEFT cannot merge either: they add tokens to the input, or depend on it."""
 _EMPTY: Final[tuple[Any, ...]] = ("", [], {})
 """Values with which, beside null and false, a setting has no effect. One that a newer PEFT added must have such."""
 KEEPS_BASE: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -139,7 +144,8 @@ class AdapterSettings(BaseModel):
             holds_base: The checkpoint holds the base weights of the training.
         """
         if self.peft_type != "LORA":
-            return {f"peft_type {self.peft_type or '(missing)'}": WITH_PEFT}
+            kind = f"peft_type {self.peft_type or '(missing)'}"
+            return {kind: UNMERGED if self.peft_type in NEVER_MERGED else WITH_PEFT}
         found = {}
         for name, field in type(self).model_fields.items():
             instead, value = (field.json_schema_extra or {}).get("instead"), getattr(self, name)  # type: ignore[union-attr]

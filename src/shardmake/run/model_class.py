@@ -18,6 +18,11 @@ OLD_HEAD = "lm_head.weight"
 """The head over the vocabulary in the families of `shardmake.memory.families`."""
 
 
+def is_same_class(one: str, other: str) -> bool:
+    """Return True for two spellings of one class, such as ``PhiMoEForCausalLM``, which transformers calls Phimoe."""
+    return one.replace("_", "").lower() == other.replace("_", "").lower()
+
+
 class Heads(NamedTuple):
     """Names of weights that differ between a model and its base: the one that is new, and the one that it replaces."""
 

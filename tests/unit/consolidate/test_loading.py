@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from shardmake.consolidate import loading, stage
 from shardmake.consolidate.loading import LoadingReport, check_loading
@@ -121,7 +121,7 @@ def test_killed_check_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["AutoModelForCausalLM", "AutoModel", "pipeline", "set_seed", "os", ""])
 def test_architecture_is_a_model_class(name: str) -> None:
     """With an Auto class as architecture, transformers would choose the code that auto_map names."""
-    config = SimpleNamespace(architectures=[name], auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    config = LlamaConfig(architectures=[name], auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     with pytest.raises(ModelError, match=r"which transformers .* does not have"):
         loading.find_class(Path("model"), config, trust_remote_code=True)
 

@@ -20,6 +20,7 @@ from shardmake.checkpoint.formats.hub_layout import HubWeight, Part
 from shardmake.commands.estimate import resolve_request
 from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
+from shardmake.consolidate import loading
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.fetch import dequantize
 from shardmake.memory.composites import COMPOSITES
@@ -185,6 +186,39 @@ def test_the_files_of_a_mixture_must_have_a_layout_of_a_merge(tmp_path: Path, mo
     assert model.decoder is not None
     with pytest.raises(ModelError, match=r"its files hold model\.layers\.0\.twice, model\.layers\.1\.twice"):
         find_abilities(model, make_run())
+
+
+@pytest.mark.parametrize(("prefix", "kind"), [("", "llama"), ("language_model.", "mistral3")])
+def test_a_head_in_the_files_that_the_config_ties_must_be_the_embedding(
+    prefix: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers trains both where it reads the files, and one where it builds the model from the config alone.
+
+    Mistral Small 3.1 has no ``tie_word_embeddings``, and in its class that is true by default.
+    """
+    monkeypatch.setattr(abilities, "_ask", lambda *_, **__: {})
+    text = {**SIZES, "model_type": "mistral"}
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
+    (tmp_path / "config.json").write_text(
+        json.dumps(whole if kind == "mistral3" else {**LLAMA, "tie_word_embeddings": True})
+    )
+    names = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
+    for values in (torch.ones(2), torch.arange(2)):
+        weights = dict(zip(names, values.float()[:, None, None].expand(2, 320, 64).contiguous().unbind(), strict=True))
+        save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / "model.safetensors")
+        model = read_model(str(tmp_path))
+        if values[0]:
+            assert find_abilities(model, make_run()).attention
+    with pytest.raises(ModelError, match=rf"ties {names[0]} to {names[1]}, but .* different .* Write \"tie_word_emb"):
+        find_abilities(model, make_run())
+
+
+def test_another_spelling_of_the_class(tmp_path: Path) -> None:
+    """The authors of Phi-3.5-MoE call it PhiMoEForCausalLM, transformers PhimoeForCausalLM."""
+    config = {"model_type": "phimoe", **SIZES, "num_local_experts": 2, "architectures": ["PhiMoEForCausalLM"]}
+    assert answer(config).model_class == "PhimoeForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert loading.empty_model(tmp_path).config.architectures == ["PhiMoEForCausalLM"]
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])

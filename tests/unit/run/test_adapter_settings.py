@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -22,7 +24,7 @@ from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import CheckpointError, ShardmakeError
-from shardmake.run.adapter_settings import KEEPS_BASE, UNMERGED, WITH_PEFT, AdapterSettings
+from shardmake.run.adapter_settings import KEEPS_BASE, NEVER_MERGED, UNMERGED, WITH_PEFT, AdapterSettings
 from tests.workflow.consolidate_checkpoints import assert_equal, check_loading_in_process, load_weights
 
 SMALL = {
@@ -201,6 +203,24 @@ def test_every_setting_of_the_installed_peft_is_proved_or_refused() -> None:
     default = AdapterSettings.parse(LoraConfig().to_dict())
     assert not default.refused(holds_base=False) and default.decisive() == {"peft_type": "LORA"}
     assert not AdapterSettings.parse({"peft_type": "LORA", "invented_setting": None}).refused(holds_base=False)
+
+
+def test_kinds_that_peft_cannot_merge_either() -> None:
+    """Their layers have no merge of their own, or they have no layers; PEFT forbids it for ShadowPEFT."""
+    found = {"SHADOW"}
+    for kind, tuner in peft.PEFT_TYPE_TO_TUNER_MAPPING.items():
+        layers = subclasses(getattr(tuner, "tuner_layer_cls", None) or type)
+        if all(layer.merge is BaseTunerLayer.merge for layer in layers):
+            found.add(kind.value)
+    assert found == {*NEVER_MERGED}
+    for kind in ("PREFIX_TUNING", "IA3"):
+        (advice,) = AdapterSettings.parse({"peft_type": kind}).refused(holds_base=False).values()
+        assert advice == (UNMERGED if kind in found else WITH_PEFT)
+
+
+def subclasses(kind: Any) -> list[Any]:
+    """Return the class and all that inherit from it; none for `type`."""
+    return [] if kind is type else [kind, *(found for child in kind.__subclasses__() for found in subclasses(child))]
 
 
 ADVISED: dict[str, dict[str, Any]] = {

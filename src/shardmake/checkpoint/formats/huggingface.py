@@ -84,13 +84,19 @@ def recognise_adapter(path: Path) -> Path | None:
 
 
 def find_adapters(path: Path) -> dict[str, Path]:
-    """Return a PEFT folder as "default", with the adapters of other names in sub-folders; empty for another folder.
+    """Return a PEFT folder as "default", with the adapters of other names in sub-folders; empty for another folder."""
+    return {"default": path, **_named_adapters(path)} if recognise_adapter(path) else {}
 
-    The checkpoints of a training and TRL's copy of an adapter are none of them.
-    """
+
+def find_named_adapters(path: Path) -> dict[str, Path]:
+    """Return the adapters in sub-folders of a folder without weights, where PEFT saves all but "default"."""
+    return {} if find_files(path) else _named_adapters(path)
+
+
+def _named_adapters(path: Path) -> dict[str, Path]:
+    """Return the sub-folders with adapters, but for the checkpoints of a training and TRL's copy of an adapter."""
     others = (it for it in sorted(path.iterdir()) if it.is_dir() and not _NO_ADAPTER.fullmatch(it.name))
-    found = {"default": path, **{it.name: it for it in others if recognise_adapter(it)}}
-    return found if recognise_adapter(path) else {}
+    return {it.name: it for it in others if recognise_adapter(it)}
 
 
 def read(folder: Path, target: Target = "keep") -> Contents:

@@ -290,6 +290,11 @@ def merge(contents: Contents, base: Contents | None, layout: Callable[[], HubLay
     """
     adapter = split(contents)
     settings = read_settings(contents.folder, holds_base=bool(adapter.base))
+    if not adapter.parts and not adapter.saved:
+        raise CheckpointError(
+            f"Cannot merge {contents.folder}. Its adapter holds no weights: a rank that has none wrote it. Merge "
+            "the sharded checkpoint, or save the adapter with the weights of all ranks."
+        )
     weights = adapter.base or (base.tensors if base is not None else {})
     if not weights:
         raise CheckpointError(

@@ -56,6 +56,7 @@ def _whole(read: Callable[[Path, Target], Contents]) -> Reader:
 
 
 _MEGATRON = ("iter_*/common.pt", "iter_*/mp_rank_*/*.pt", "common.pt", "mp_rank_*/model_optim_rng.pt")
+_OF_RANKS = "shard-00002-model-*.safetensors"
 _KINDS = (huggingface.MODEL, huggingface.MODEL_BIN)
 _MODEL_FILES = [*(kind.single for kind in _KINDS), *(kind.index for kind in _KINDS)]
 LAYOUTS: list[Layout] = [
@@ -71,10 +72,15 @@ LAYOUTS: list[Layout] = [
     Layout("ranks", " or ".join(dcp.RANK_FILES), dcp.find_ranks, dcp.read_ranks),
     Layout("PEFT", "adapter_model.*", huggingface.find_adapters, _whole(huggingface.read_adapter)),
     Layout("Hugging Face", ", ".join(_MODEL_FILES[:2]), _holds(*_MODEL_FILES), _whole(huggingface.read)),
+    Layout(
+        "torch's HuggingFaceStorageWriter", _OF_RANKS, _holds(_OF_RANKS),
+        instead="Save with enable_consolidation=True, or load with HuggingFaceStorageReader and save with dcp.save.",
+    ),
     Layout("shards", "*-00001-of-N.safetensors", huggingface.find_shards, _whole(huggingface.read_shards)),
+    Layout("PEFT by name", "NAME/adapter_model.*", huggingface.find_named_adapters, _whole(huggingface.read_adapter)),
     Layout("one file", "a single *.pt, *.pth, *.ckpt, *.bin", huggingface.find_files, huggingface.read_one),
 ]  # fmt: skip
-"""Every layout, in the order in which they are tried; the last one only if a folder has no numbered checkpoints."""
+"""Every layout, in the order in which they are tried; the last two only if a folder has no numbered checkpoints."""
 
 
 def read_model(
@@ -157,7 +163,7 @@ def read_checkpoint(path: Path, target: Target = "keep", key: str | None = None)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name a run, a checkpoint, or the folder with its files.")
     candidates, reasons = _checkpoints(path), list[str]()
-    if (found := _read(path, target, key, LAYOUTS[:-1] if candidates else LAYOUTS)) is not None:
+    if (found := _read(path, target, key, LAYOUTS[:-2] if candidates else LAYOUTS)) is not None:
         return found
     for candidate in candidates:
         try:

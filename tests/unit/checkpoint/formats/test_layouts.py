@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from shardmake.consolidate.merge import consolidate
@@ -93,6 +93,15 @@ def beside_checkpoints(weights: Weights, place: Path) -> Path:
     return place
 
 
+def named_adapter(weights: Weights, place: Path) -> Path:
+    """PEFT saves an adapter of another name than "default" into a sub-folder, without one above."""
+    model = get_peft_model(LlamaForCausalLM(SHAPE), LoraConfig(target_modules=["q_proj"]), "mine")
+    model.save_pretrained(place / "checkpoint-2")
+    save({}, place / "checkpoint-2" / "optimizer.pt")
+    save_file(weights, place.parent / "base" / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
 MERGED: dict[str, Writer] = {
     "Lightning, DeepSpeed": lightning,
     "Lightning, one file": lambda w, p: save(
@@ -107,7 +116,7 @@ MERGED: dict[str, Writer] = {
     "verl": lambda w, p: save(w, p / "actor" / "model_world_size_1_rank_0.pt").parents[1],
     "verl, above": lambda w, p: save(w, p / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").parents[2],
     "one folder of two": lambda w, p: fsdp(w, fsdp({}, p, 1).parent, 0),
-    "an adapter beside checkpoints": beside_checkpoints,
+    "an adapter beside checkpoints": beside_checkpoints, "an adapter of another name": named_adapter,
 }  # fmt: skip
 
 
@@ -129,12 +138,40 @@ def files(*names: str) -> Writer:
     return write
 
 
+def without_weights(weights: Weights, place: Path) -> Path:
+    """The files of a rank of ZeRO-3 or FSDP that holds none of the adapter's weights."""
+    get_peft_model(LlamaForCausalLM(SHAPE), LoraConfig(target_modules=["q_proj"])).save_pretrained(place)
+    save_file({}, place / "adapter_model.safetensors")
+    return place
+
+
+def other_names(weights: Weights, place: Path) -> Path:
+    """The names of Kohya's scripts in a PEFT folder."""
+    get_peft_model(LlamaForCausalLM(SHAPE), LoraConfig(target_modules=["q_proj"])).save_pretrained(place)
+    held = load_file(place / "adapter_model.safetensors")
+    named = {n.replace("lora_A", "lora.down").replace("lora_B", "lora.up"): weight for n, weight in held.items()}
+    save_file(named, place / "adapter_model.safetensors")
+    return place
+
+
+def of_ranks(weights: Weights, place: Path) -> Path:
+    """A file of each rank's parts (_gen_file_name in torch/distributed/checkpoint/_hf_utils.py)."""
+    place.mkdir()
+    for rank, half in enumerate(zip(*(tensor.chunk(2) for tensor in weights.values()), strict=True), 1):
+        named = {name: part.contiguous() for name, part in zip(weights, half, strict=True)}
+        save_file(named, place / f"shard-{rank:05d}-model-00001-of-00001.safetensors")
+    return place
+
+
 MEGATRON = r"of Megatron-core.* Megatron Bridge"
 REFUSED: dict[str, tuple[Writer, str]] = {
     "Megatron": (files("common.pt", "metadata.json"), MEGATRON),
     "Megatron above": (files("latest_checkpointed_iteration.txt", "iter_0000002/common.pt"), MEGATRON),
     "Megatron ranks": (files("mp_rank_00/model_optim_rng.pt"), MEGATRON),
     "Meta": (files("consolidated.00.pth"), r"of Meta's Llama.* convert_llama_weights_to_hf"),
+    "HuggingFaceStorageWriter": (of_ranks, r"of torch's HuggingFaceStorageWriter.* enable_consolidation=True"),
+    "an adapter without weights": (without_weights, r"Its adapter holds no weights: .*Merge the sharded checkpoint"),
+    "an adapter of other names": (other_names, r"(?s)\A(?!.*--allow).*q_proj\.lora\.down\.weight is not part of Llama"),
     "verl, incomplete": (lambda w, p: save(w, p / "model_world_size_2_rank_0.pt").parent, r"the file of rank 1"),
     "a step in the model": (lambda w, p: save({"model": {**w, "step": 3}}, p / "a.pt"), r"step in it is not a tensor"),
     "shards, incomplete": (files("ft-model-00001-of-00002.bin"), r"1 shards of ft-model of 2"),
