@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WRITE_ENVIRONMENT = (
-    "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', '0'), 'w'))"
-)
+WRITE_ENVIRONMENT = "import json,os,sys; json.dump({**os.environ}, open(sys.argv[1] + os.getenv('RANK', '0'), 'w'))"
 """A program that writes the environment of each rank to a file."""
 _TIMEOUT_SECONDS = 300
 """After that time a training is killed."""
@@ -84,9 +82,7 @@ def set_by_launcher(found: dict[str, str]) -> dict[str, str]:
     """Return the variables of a rank's environment that its launcher sets to the same value for all ranks."""
     rank_specific = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_", "TORCHELASTIC_", "PYTHONPATH")
     before = rank_environment()
-    return {
-        name: value for name, value in found.items() if before.get(name) != value and not name.startswith(rank_specific)
-    }
+    return {name: value for name, value in found.items() - before.items() if not name.startswith(rank_specific)}
 
 
 def free_port() -> int:

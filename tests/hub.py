@@ -348,8 +348,7 @@ class _Handler(BaseHTTPRequestHandler):
         if key == "deletedFile":
             files.pop(value["path"])
         elif key == "file":
-            content = base64.b64decode(value["content"])
-            files[value["path"]] = self.hub.store(content, lfs=False)
+            files[value["path"]] = self.hub.store(base64.b64decode(value["content"]), lfs=False)
         elif key == "lfsFile":
             if self.hub.transfer != "xet" and not self.hub.object(value["oid"]).exists():
                 raise RefusedError(400, f"LFS object of {value['path']} was not uploaded")

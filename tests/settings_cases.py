@@ -1,6 +1,6 @@
 """Settings for the real engine: each library's key of each row of the comparison's table, alone and together.
 
-`tests/unit/render/test_settings_cases.py` checks that no row and no library's key is missing here, and
+`tests/unit/render/test_comparison.py` checks that no row and no library's key is missing here, and
 `tests/workflow/test_engine_truth.py` trains each case and compares every row with what came up.
 """
 

@@ -11,19 +11,16 @@ QUICK = {
     "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|gloo_work_across_nodes",
     "workflow/test_collectives.py": "on_the_page.zero3|every_function",
     "workflow/test_consolidate_bad_input.py": "missing rank|truncated file|flipped bit in a shard|two_merges",
-    "workflow/test_consolidate_lora.py": "peft_folder|another_model|several_adapters",
     "workflow/test_consolidate_memory.py": "70B",
     "workflow/test_consolidate_outputs.py": "save_pretrained|receipt|damage_is|unusual|one_different_bit",
-    "workflow/test_consolidate_trained.py": "-3ranks",
+    "workflow/test_consolidate_trained.py": "-3ranks|another_model|several_adapters",
     "workflow/test_doctor.py": "two_nodes_meet",
     "workflow/test_engine_truth.py": r"(batch|steps): DeepSpeed auto\]|a script without a GPU\]|predicted.clipping in",
     "workflow/test_evaluate.py": "loss_is_the_mean|same_tokens|share_the_sequences.whole|fastest_way",
     "workflow/test_fetch_data.py": "pinned_to_the_commit",
     "workflow/test_local.py": "from_config_to_pushed_model",
     "workflow/test_loop.py": "equals_trainer.*zero2",
-    "workflow/test_network_check.py": "",
     "workflow/test_reruns.py": "cannot_change|changes.learning|takes_effect",
-    "workflow/test_overrides.py": "override_the_configuration_of_the_clone|reported_without_python.*alias",
     "workflow/test_reshard.py": "zero3x2-fsdpx3-zero2x2",
     "workflow/test_recipes.py": r"merges.fp32-(zero3|fsdp)\]",
     "workflow/test_saving.py": "damaged_shards|shared_disk_fills_up",
@@ -31,7 +28,7 @@ QUICK = {
     "workflow/test_script_adapters.py": "fsdp2 by Trainer",
     "workflow/test_script_guard.py": "train_as_planned.zero2-hf_trainer.py--0|refused.zero2-hf_trainer.py--zero_stage",
     "workflow/test_sharing.py": "one_cache",
-    "workflow/test_snakemake.py": "dry_run_shows|another_version",
+    "workflow/test_snakemake.py": "dry_run_shows|another_version|configuration_of_the_clone|without_python.*alias",
 }
 """Part of a test's name (a regular expression), by file below ``tests``; an empty one matches every test."""
 
@@ -67,15 +64,14 @@ LONG = {
     "workflow/test_loading.py": "zero3",
     "workflow/test_local.py": "stop_file|diverges_twice",
     "workflow/test_loop.py": "compiled|ddp",
-    "workflow/test_overrides.py": "every_stage",
     "workflow/test_objectives.py": "kto|reward|qlora|lora|zero3",
     "workflow/test_rates.py": "tokens.zero",
     "workflow/test_recipes.py": r"on_the_host.*zero|bf16.*(offload|zero1)|mixture.*zero2|(moe|olmoe)-zero[12]|8bit|qlora-ddp",
-    "workflow/test_reruns.py": "names_what_changed|content_changes",
+    "workflow/test_reruns.py": "content_changes",
     "workflow/test_reshard.py": "zero3x4|fsdpx4",
     "workflow/test_saving.py": r"planned_host_ram.zero[12]",
     "workflow/test_script.py": "secrets",
-    "workflow/test_snakemake.py": "says_how_to_resume",
+    "workflow/test_snakemake.py": "says_how_to_resume|reach_every_stage",
     "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1",
 }
 """The longest tests of ``make test-all``, and some of their families: CI, which has 45 minutes, omits them."""
@@ -121,7 +117,7 @@ GROUPS = {
     },
     **{
         f"workflow/test_{name}.py": "shared checkout"
-        for name in ("nvme", "offloaded_adam", "script", "strategies", "submission_limit")
+        for name in ("nvme", "script", "strategies", "submission_limit")
     },
 }  # fmt: skip
 """Groups of tests that share an expensive fixture, by the beginning of their files below ``tests``."""

@@ -192,9 +192,7 @@ class FaultRun:
     def environment(self) -> dict[str, str]:
         """Return the variables that drivers start with and pass on to all their processes."""
         path = os.pathsep.join([str(self.checkout.root), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        programs = os.pathsep.join(
-            [str(self.checkout.root / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-        )
+        programs = os.pathsep.join([f"{self.checkout.root}/bin", str(Path(sys.executable).parent), os.environ["PATH"]])
         return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": programs}
 
     def repair(self) -> None:

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from tests.cluster import accounting as accounts
@@ -83,9 +82,7 @@ class Cluster:
         self.up()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -284,9 +281,7 @@ class Cluster:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"Waited {timeout} s for {what}.\n{self.jobs()}\n{self.node_states()}\n{self.logs()}"
-                )
+                raise ClusterError(f"Waited {timeout} s for {what}\n{self.jobs()}\n{self.node_states()}\n{self.logs()}")
             time.sleep(0.1)
 
     def wait_job(self, job_id: str, *states: str, timeout: float = 60) -> None:

@@ -119,8 +119,7 @@ def test_jobs_run_in_the_container_and_an_unfit_image_is_named(checkout: Cluster
     print(log.read_text())
     assert "SIGTERM" in log.read_text() and "resuming from checkpoint-" in log.read_text(), "the ranks saved"
     assert sorted(checkout.losses()) == list(range(1, 31))
-    settings = AttemptDir(checkout.run / "train/attempts/003")
-    assert settings.read().container == str(image.path)
+    assert AttemptDir(checkout.run / "train/attempts/003").read().container == str(image.path)
 
 
 @pytest.fixture
@@ -163,9 +162,7 @@ def test_a_user_runs_every_stage_in_the_container(checkout: ClusterCheckout, ima
     status = head.wait(1500)
     print(log.read_text())
     assert status == 0
-    assert "SIGURG, which comes before the job's time limit" in log.read_text(), (
-        "the ranks could read the image and save"
-    )
+    assert "SIGURG, which comes before the job's time limit" in log.read_text(), "the ranks read the image and saved"
     assert sorted(checkout.losses()) == list(range(1, 41))
     assert {job.partition for job in checkout.cluster.jobs()} == {"cpu", "gpu"}
     assert AttemptDir(checkout.run / "train/attempts/002").read().container == str(image.path)

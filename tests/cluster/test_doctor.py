@@ -12,6 +12,7 @@ import pytest
 from shardmake.config.load import load_cluster
 from shardmake.doctor.job import JOB_NAME
 from tests.cluster.harness import Cluster, Job, environment
+from tests.programs import write_program
 from tests.unit.doctor.recorded import nvidia_smi, smi_xml
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training]
@@ -75,12 +76,8 @@ def test_two_nodes_are_checked_and_described(cluster: Cluster, shared_folder: Pa
 
 def test_recorded_gpus_are_judged_and_no_gpu_is_guessed(cluster: Cluster, shared_folder: Path) -> None:
     programs = shared_folder / "bin"
-    programs.mkdir()
-    smi = programs / "nvidia-smi"
-    smi.write_text(
-        f"#!/bin/sh\n{nvidia_smi(ROWS, smi_xml(A100, {**A100, 'errors': '3', 'persistence': 'Disabled'}))}\n"
-    )
-    smi.chmod(0o755)
+    xml = smi_xml(A100, {**A100, "errors": "3", "persistence": "Disabled"})
+    write_program(programs / "nvidia-smi", nvidia_smi(ROWS, xml))
     path = {"PATH": f"{programs}:{environment()['PATH']}"}
     done = doctor(cluster, shared_folder, *PARTITION, "--node", "--skip-builds", env=path)
     assert done.returncode == 1, done.stdout + done.stderr

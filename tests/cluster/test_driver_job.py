@@ -42,9 +42,7 @@ class DriverJobs:
         return self.folder.log.read_text() if self.folder.log.exists() else ""
 
     def wait_for_steps(self, steps: int) -> None:
-        self.cluster.wait_until(
-            lambda: len(self.checkout.metrics()) >= steps, f"{steps} steps; {self.log()}", timeout=400
-        )
+        self.cluster.wait_until(lambda: len(self.checkout.metrics()) >= steps, f"steps; {self.log()}", timeout=400)
 
     def wait_for_log(self, words: str, times: int = 1) -> None:
         """Wait until the output has ``words`` so many times."""

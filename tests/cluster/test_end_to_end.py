@@ -15,8 +15,7 @@ SLURM = ("--profile", "slurm")
 
 def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(checkout: ClusterCheckout) -> None:
     checkout.configure_cluster(max_steps=30, checkpoints={"every_steps": 10})
-    planned = checkout.on_login_node("snakemake", *SLURM, "plan")
-    assert "2 nodes: would start at once" in planned
+    assert "2 nodes: would start at once" in checkout.on_login_node("snakemake", *SLURM, "plan")
     assert not (checkout.run / "train").exists(), "the plan submits no job"
 
     head = checkout.cluster.popen(checkout.command("snakemake", *SLURM), cwd=checkout.root)
@@ -54,9 +53,7 @@ def assert_ranks_met(checkout: ClusterCheckout, nodes: int) -> None:
     assert first["host"] == "c1" and first["interface"] == "eth0"
     assert {report["master_port"] for report in reports} == {str(first["port"])}
     assert {report["host"] for report in reports} == {f"c{node + 1}" for node in range(nodes)}
-    assert {(report["engine"], report["zero_stage"], report["world_size"]) for report in reports} == {
-        ("deepspeed", 3, 2 * nodes)
-    }
+    assert {(one["engine"], one["zero_stage"], one["world_size"]) for one in reports} == {("deepspeed", 3, 2 * nodes)}
 
 
 def assert_pushed_equals_deepspeeds_own(checkout: ClusterCheckout) -> None:
@@ -95,9 +92,7 @@ def assert_three_nodes_merge_the_same(checkout: ClusterCheckout) -> None:
     ({"model": "resources/demo"}, "It has no config.json"),
     ({"data": {"train": "resources/demo/broken.jsonl"}}, "broken.jsonl, line 3 is not valid JSON"),
 ])  # fmt: skip
-def test_invalid_input_is_rejected_before_a_job_is_queued(
-    checkout: ClusterCheckout, change: dict[str, object], words: str
-) -> None:
+def test_bad_input_is_rejected_without_a_job(checkout: ClusterCheckout, change: dict[str, object], words: str) -> None:
     lines = (checkout.root / "resources/demo/train.jsonl").read_text().splitlines()
     (checkout.root / "resources/demo/broken.jsonl").write_text("\n".join([*lines[:2], lines[2][:-9], *lines[3:9]]))
     checkout.configure_cluster(**change)
@@ -119,6 +114,5 @@ def test_status_and_logs_show_why_a_stage_failed_on_its_node(checkout: ClusterCh
     status = checkout.on_login_node("shardmake", "status", "demo")
     assert any(line.startswith("  failed    data: ") and cause in line for line in status.splitlines())
     logs = checkout.on_login_node("shardmake", "logs", "demo")
-    assert (
-        "==> .snakemake/slurm_logs/rule_data_run/demo/" in logs and "==> logs/demo/data.log" in logs and cause in logs
-    )
+    assert "==> .snakemake/slurm_logs/rule_data_run/demo/" in logs
+    assert "==> logs/demo/data.log" in logs and cause in logs

@@ -124,9 +124,7 @@ def test_out_of_memory_takes_two_fallbacks(run: FaultRun, baseline_run: Baseline
 
 
 @pytest.mark.parametrize("strategy", ["zero3"])
-def test_training_resumes_from_4_ranks_on_2_and_then_on_3(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str
-) -> None:
+def test_training_resumes_from_4_ranks_on_2_then_on_3(run: FaultRun, baseline_run: BaselineRuns, strategy: str) -> None:
     """The batches stay the same, in another order of summation. `tests.workflow.test_reshard` has every strategy."""
     run.repair()
     settings = {"global_batch_size": 12, "micro_batch_size": 1, "max_steps": 30}
@@ -162,9 +160,7 @@ def run_on_a_small_disk(inputs: Path) -> Iterator[FaultRun]:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_the_disk_fills_up_during_a_save(
-    run_on_a_small_disk: FaultRun, baseline_run: BaselineRuns, strategy: str
-) -> None:
+def test_the_disk_fills_up_in_a_save(run_on_a_small_disk: FaultRun, baseline_run: BaselineRuns, strategy: str) -> None:
     """The attempt ends with its earlier checkpoints, and the driver resumes once there is space."""
     baseline, run = baseline_run(strategy), run_on_a_small_disk
     run.configure(strategy)
@@ -200,9 +196,7 @@ def test_slurmdbd_is_down(baseline_run: BaselineRuns, inputs: Path, strategy: st
 
 
 @pytest.mark.parametrize("strategy", ["zero2"])
-def test_slurm_restarts_the_jobs_of_merge_and_evaluation(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str
-) -> None:
+def test_slurm_restarts_jobs_of_merge_and_evaluation(run: FaultRun, baseline_run: BaselineRuns, strategy: str) -> None:
     """Each is restarted while it writes its result."""
     run.repair()
     undisturbed = baseline_run(strategy)

@@ -36,8 +36,7 @@ def test_all_nodes_are_idle(cluster: Cluster) -> None:
 
 
 def test_a_step_runs_on_two_hosts(cluster: Cluster) -> None:
-    output = cluster.run("srun --nodes=2 --ntasks-per-node=1 hostname").stdout
-    assert sorted(output.split()) == ["c1", "c2"]
+    assert sorted(cluster.run("srun --nodes=2 --ntasks-per-node=1 hostname").stdout.split()) == ["c1", "c2"]
 
 
 def test_a_step_starts_although_a_node_answers_late(cluster: Cluster) -> None:
@@ -55,8 +54,7 @@ def test_a_step_starts_although_a_node_answers_late(cluster: Cluster) -> None:
 
 
 def test_gpus_are_counted_and_numbered(cluster: Cluster) -> None:
-    output = cluster.run("srun --gres=gpu:2 printenv CUDA_VISIBLE_DEVICES").stdout
-    assert output.strip() == "0,1"
+    assert cluster.run("srun --gres=gpu:2 printenv CUDA_VISIBLE_DEVICES").stdout.strip() == "0,1"
 
 
 @pytest.mark.parametrize(("options", "refusal"), [
@@ -64,9 +62,7 @@ def test_gpus_are_counted_and_numbered(cluster: Cluster) -> None:
     ("--partition=cpu", "requires qos=short"), ("--partition=gpu --qos=long --constraint=ib", None),
     ("--partition=cpu --qos=short", None), ("", None),
 ])  # fmt: skip
-def test_strict_partitions_refuse_jobs_without_their_parameters(
-    cluster: Cluster, options: str, refusal: str | None
-) -> None:
+def test_partitions_refuse_jobs_without_their_parameters(cluster: Cluster, options: str, refusal: str | None) -> None:
     done = cluster.run(f"sbatch {options} --output=/dev/null --wrap true", check=False)
     assert (done.returncode == 0) == (refusal is None), done.stderr
     assert (refusal or "") in done.stderr

@@ -38,6 +38,13 @@ class Training:
     def wait(self) -> tuple[int, str]:
         return self.driver.wait(400), self.log.read_text()
 
+    def finish(self, *expected: str) -> None:
+        """Wait for the end, whose attempts must have these ends, after a service was asked in every step."""
+        status, output = self.wait()
+        assert status == 0, output
+        assert ends(self.checkout) == [*expected]
+        assert_asked_in_every_step(self.checkout)
+
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.checkout.run / f"train/attempts/{number:03d}")
 
@@ -59,12 +66,9 @@ def test_a_killed_service_on_its_own_node_is_replaced_in_the_next_attempt(checko
     (job,) = checkout.training_jobs()
     assert job.nodes == "3" or job.nodes == "c[1-3]"
     training.kill(answers(checkout)[0]["server"], "c3")
-    status, output = training.wait()
-    assert status == 0, output
-    assert ends(checkout) == ["the service ended", "finished"]
+    training.finish("the service ended", "finished")
     first = training.history()[0]
     assert "The service on c3 was ended by SIGKILL before the training." in first["message"] and first["host"] == "c3"
-    assert_asked_in_every_step(checkout)
     assert_only_training_nodes_have_ranks(training)
     assert not training.is_running(answers(checkout)[-1]["server"])
 
@@ -100,11 +104,8 @@ def test_a_killed_rank_ends_the_service_and_the_next_attempt_starts_both(checkou
     beat = training.attempt(1).beat(1)
     assert beat
     training.kill(beat.pid, beat.host)
-    status, output = training.wait()
-    assert status == 0, output
-    assert ends(checkout) == ["a process was killed", "finished"]
+    training.finish("a process was killed", "finished")
     assert training.attempt(1).exits()[2].returncode == 0, "the service is not blamed"
-    assert_asked_in_every_step(checkout)
     assert answers(checkout)[0]["server"] != answers(checkout)[-1]["server"]
 
 
@@ -119,13 +120,9 @@ def test_a_training_resumes_after_the_worker_of_its_service_was_killed(checkout:
     if "/bin/sh" in shell:
         worker = training.cluster.run(["ps", "-o", "ppid=", "-p", worker], node="c3").stdout.strip()
     training.kill(worker, "c3")
-    status, output = training.wait()
-    assert status == 0, output
-    assert ends(checkout) == ["a process was killed", "finished"]
-    assert (
-        training.history()[0]["message"] == "The worker of the service on c3 was killed: Slurm's step reports 'Killed'."
-    )
-    assert_asked_in_every_step(checkout)
+    training.finish("a process was killed", "finished")
+    killed = "The worker of the service on c3 was killed: Slurm's step reports 'Killed'."
+    assert training.history()[0]["message"] == killed
 
 
 @pytest.mark.objectives
@@ -135,14 +132,9 @@ def test_a_requeued_job_starts_a_new_service(checkout: ClusterCheckout) -> None:
     (job,) = checkout.training_jobs()
     training.cluster.run(["scontrol", "update", f"jobid={job.id}", "requeue=1"])
     training.cluster.run(["scontrol", "requeue", job.id])
-    status, output = training.wait()
-    assert status == 0, output
-    assert ends(checkout) == ["finished"]
-    assert {path.name for path in training.attempt(1).services.iterdir()} == {
-        "start-0-node-2.json",
-        "start-1-node-2.json",
-    }
-    assert_asked_in_every_step(checkout)
+    training.finish("finished")
+    found = sorted(path.name for path in training.attempt(1).services.iterdir())
+    assert found == ["start-0-node-2.json", "start-1-node-2.json"]
 
 
 @pytest.mark.objectives

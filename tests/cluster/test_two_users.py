@@ -176,6 +176,4 @@ def assert_shared(root: Path) -> None:
                 continue
             found = path.stat()
             wanted = stat.S_IRGRP | stat.S_IWGRP | (stat.S_ISGID if path.is_dir() else 0)
-            assert found.st_gid == GROUP_ID and found.st_mode & wanted == wanted, (
-                f"{path} {stat.filemode(found.st_mode)}"
-            )
+            assert found.st_gid == GROUP_ID and found.st_mode & wanted == wanted, f"{path} {found.st_mode:o}"

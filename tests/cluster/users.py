@@ -43,9 +43,7 @@ def accounts(cluster: Cluster, names: list[str]) -> Iterator[list[User]]:
         yield users
     finally:
         for host in ADDRESSES:
-            cluster.run(
-                "umount -l /etc/passwd /etc/group; " + "; ".join(f"umount -l {d}" for d in _closed()), node=host
-            )
+            cluster.run("; ".join(f"umount -l {d}" for d in ("/etc/passwd /etc/group", *_closed())), node=host)
         shutil.rmtree(folder)
 
 

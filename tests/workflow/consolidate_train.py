@@ -51,9 +51,7 @@ def main() -> None:
         by_fsdp = train_with_trainer if "trainer" in traits else train
         truth = (train_with_deepspeed if traits[0].startswith("zero") else by_fsdp)(model, folder, traits)
         if dist.get_rank() == 0:
-            save_file(
-                {name: tensor.contiguous().clone() for name, tensor in truth.items()}, folder / "truth.safetensors"
-            )
+            save_file({name: one.contiguous().clone() for name, one in truth.items()}, folder / "truth.safetensors")
         dist.barrier()
     leave_together()
     end_process()

@@ -253,8 +253,7 @@ def engine_name(built: Built) -> str:
     model = getattr(built.model, "_orig_mod", built.model)
     if isinstance(model, (FSDPModule, FullyShardedDataParallel)):
         return "FSDP"
-    names = {"DeepSpeedEngine": "DeepSpeed", "DistributedDataParallel": "DDP"}
-    return names.get(type(model).__name__, "one process")
+    return {"DeepSpeedEngine": "DeepSpeed", "DistributedDataParallel": "DDP"}.get(type(model).__name__, "one process")
 
 
 def precision(built: Built) -> str:

@@ -58,8 +58,7 @@ class Forked:
     @property
     def unpacked(self) -> dict[str, Any]:
         """Return the settings of a run whose sequences have one example each; its data are tokenized with it."""
-        data = {split: str(self.inputs / f"{split}.jsonl") for split in ("train", "eval")}
-        return {"packing": False, "data": data}
+        return {"packing": False, "data": {split: str(self.inputs / f"{split}.jsonl") for split in ("train", "eval")}}
 
     def trained(
         self, folder: Path, strategy: Strategy, ranks: int = 2, options: Mapping[str, Any] = {}, **settings: Any
@@ -171,8 +170,7 @@ def write_attempt(
     write_json(folder.deepspeed, files.deepspeed | changes)
     set_load_universal(folder.deepspeed, resume_from)
     path = str(resume_from) if resume_from else None
-    settings = attempt_settings(number, rundir.root, cluster, plan, resume_from=path, settings_digest="r")
-    settings.write(folder.settings)
+    attempt_settings(number, rundir.root, cluster, plan, resume_from=path, settings_digest="r").write(folder.settings)
     return folder
 
 

@@ -90,8 +90,7 @@ def test_edits_of_the_first_run_rerun_the_second(checkout: Checkout) -> None:
 def test_a_chain_in_another_workflow(tmp_path: Path, inputs: Path) -> None:
     lab = make_lab(tmp_path / "lab", inputs)
     config = yaml.safe_load((lab.root / "lab.yaml").read_text())
-    following = RUN | {"strategy": "ddp", "model": "run:demo"}
-    config["training"]["runs"]["following"] = following
+    config["training"]["runs"]["following"] = RUN | {"strategy": "ddp", "model": "run:demo"}
     (lab.root / "lab.yaml").write_text(yaml.safe_dump(config))
     output = lab("snakemake", "--cores", "1", "-n", "shardmake_report").stdout
     reasons = [line for line in output.splitlines() if "runs/following/" in line and "updated by another job" in line]

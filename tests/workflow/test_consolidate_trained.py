@@ -1,4 +1,4 @@
-"""Merging checkpoints of real training: equal bit for bit to the ranks' weights, at every world size."""
+"""Merging checkpoints of real training: equal bit for bit to the ranks' weights, and adapters as PEFT merges them."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,18 +10,31 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import merge_fsdp_weights
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, read_states
 from shardmake.checkpoint.formats.zero_files import SWAP_FOLDER, write_swap_ids
 from shardmake.checkpoint.reshard.states import read_tensor
 from shardmake.consolidate.merge import consolidate
+from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import FSDP, ZERO, assert_equal, expected_weights, load_weights, merged
+from tests.workflow.consolidate_checkpoints import (
+    FSDP,
+    SHAPE,
+    ZERO,
+    assert_equal,
+    expected_weights,
+    load_weights,
+    merged,
+)
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("loading_in_process")]
 VariantOf = Callable[[str, int, str], Path]
-# A checkpoint without its frozen base is not a model; test_consolidate_lora merges it into the base.
+# A checkpoint without its frozen base is not a model; another test merges it into the base.
 BY_DEEPSPEED = [("zero", world, name) for world, names in ZERO.items() for name in names if "nobase" not in name]
 BY_FSDP = [("fsdp", world, name) for world, names in FSDP.items() for name in names]
 OF_DCP = [case for case in BY_FSDP if not case[2].startswith(("perrank", "verl"))]
@@ -180,3 +193,70 @@ def test_missing_swap_file_or_index_is_reported(swapped: Path, tmp_path: Path) -
         refused(r"sub_groups\.json is damaged")
     (swapped / SWAP_FOLDER / "sub_groups.json").unlink()
     refused(r"sub_groups\.json, which maps .* is missing.* resume from this checkpoint with Shardmake")
+
+
+def save_adapter(tmp_path: Path) -> tuple[Path, Path]:
+    """Save a model in bf16 and an adapter for it with random factors; return their folders."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.rand_like(parameter, dtype=torch.float32) / 8
+    adapted.save_pretrained(tmp_path / "checkpoint-7")
+    return tmp_path / "base", tmp_path / "checkpoint-7"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(("world", "name"), [(1, "zero2-bf16-lora-nobase"), (2, "zero3-lora")])
+def test_deepspeed_checkpoint_of_an_adapter(
+    world: int, name: str, dtype: Target, kind: torch.dtype, tmp_path: Path,
+    variant_of: Callable[[str, int, str], Path],
+) -> None:  # fmt: skip
+    """In each type, the factors are the fp32 weights of the optimizer."""
+    variant = variant_of("zero", world, name)
+    consolidate(variant / "checkpoint-2", tmp_path / "model", base=variant / "base", dtype=dtype)
+    verify(tmp_path / "model", variant / "checkpoint-2", base=variant / "base")
+    adapted = get_peft_model(
+        LlamaForCausalLM.from_pretrained(variant / "base", dtype=torch.float32),
+        LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"),
+    )
+    factors = {name: tensor for name, tensor in expected_weights(variant, "fp32").items() if ".lora_" in name}
+    assert not adapted.load_state_dict(factors, strict=False).unexpected_keys
+    assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), kind)
+
+
+def test_of_several_adapters_only_trls_reference_is_left_out(tmp_path: Path) -> None:
+    """A state of the whole model, as `accelerator.save_state` writes it, has each adapter under its name."""
+    base, adapter = save_adapter(tmp_path)
+    model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    for number, name in enumerate(("ref", "other")):
+        model.add_adapter(name, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False))
+        state = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+        save_file(state, adapter / "model.safetensors")
+        (adapter / "adapter_model.safetensors").unlink(missing_ok=True)
+        if number == 0:
+            consolidate(adapter, tmp_path / "model", base=base, dtype="fp32")
+    with pytest.raises(ShardmakeError, match=r"It holds several adapters \(default, other\)"):
+        consolidate(adapter, tmp_path / "again", base=base, dtype="fp32")
+    assert_close(load_weights(tmp_path / "model"), model.merge_and_unload().state_dict(), torch.float32)
+
+
+def test_adapter_of_another_model_is_an_error(tmp_path: Path) -> None:
+    _, adapter = save_adapter(tmp_path)
+    for name, size in (("hidden_size", 32), ("num_hidden_layers", 1)):
+        LlamaForCausalLM(LlamaConfig(**SHAPE | {name: size})).save_pretrained(tmp_path / name)
+        with pytest.raises(ShardmakeError, match="was trained on another model"):
+            consolidate(adapter, tmp_path / "model", base=tmp_path / name)
+    with pytest.raises(ShardmakeError, match="--base"):
+        consolidate(adapter, tmp_path / "model")
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Compare up to the summation order of a matrix product and rounding to ``dtype``."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == dtype
+        tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(tensor.float(), theirs[name].float(), rtol=tolerance, atol=1e-6)

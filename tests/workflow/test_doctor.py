@@ -51,8 +51,7 @@ def test_two_nodes_meet_and_measure_the_network_between_them(tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", kernels.BUILDS)
 def test_extensions_of_deepspeed_are_compiled_in_a_folder_of_their_own(tmp_path: Path, name: str) -> None:
-    request = make_request(make_cluster(nvme_path=str(tmp_path)), 1, build_kernels=True)
-    request.write(tmp_path / "request.json")
+    make_request(make_cluster(nvme_path=str(tmp_path)), 1, build_kernels=True).write(tmp_path / "request.json")
     check = kernels.RunningCheck(name, tmp_path / "request.json", tmp_path, tmp_path, {"DS_ACCELERATOR": "cpu"})
     (found,) = check.result(kernels.BUILD_SECONDS).findings
     assert (found.check, found.verdict) == (name, Verdict.OK), found

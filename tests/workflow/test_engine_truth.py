@@ -64,8 +64,7 @@ def test_every_row_is_what_comes_up(name: str, train: Train, predicted: dict[str
     if any(row.verdict == "stops" for row in rows):
         assert any("error" in one for one in found), "It was predicted to stop."
         return
-    errors = [one for one in found if "error" in one]
-    assert not errors
+    assert not [one for one in found if "error" in one]
     differing = {
         row.setting: (row.runs, observed)
         for row in rows
@@ -104,8 +103,7 @@ def test_the_corrected_twin_trains(planted: Planted, train: Train) -> None:
     found = train(planted.corrected)[0]
     assert found.get("class") == "DeepSpeedEngine", found
     if isinstance(planted.engine, dict):
-        is_same = planted_values(planted, found) == planted.engine
-        assert is_same == planted.has_no_effect
+        assert (planted_values(planted, found) == planted.engine) == planted.has_no_effect
 
 
 def planted_values(planted: Planted, found: Found) -> Found:

@@ -100,8 +100,7 @@ def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Pat
     source = PinnedSource.read(split)
     (notes := tmp_path / "notes").write_text("of somebody else")
     source.model_copy(update={"files": source.files | {"../../../../notes": record(notes)}}).write(split)
-    third = run_fetch(hub, tmp_path, "third")
-    assert "Fetching data lab/talk." in third.stdout
+    assert "Fetching data lab/talk." in run_fetch(hub, tmp_path, "third").stdout
     assert texts(tmp_path / "runs/third/fetched/train") == ["x"]
     assert not (tmp_path / "runs/notes").exists(), "a name in another run's record leads nowhere"
 

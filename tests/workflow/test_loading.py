@@ -41,8 +41,7 @@ def peaks(model: Path, strategy: Strategy, ranks: int, folder: Path, kind: str =
     start = command.index("-m", command.index("--num_cpu_threads_per_process"))
     command[start:] = [str(RANK), str(folder)]
     # Freed blocks are returned at once, so that the peak excludes memory cached by the allocator.
-    environment = {**rank_environment(), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    subprocess.run(command, env=environment, check=True, timeout=300)
+    subprocess.run(command, env={**rank_environment(), "MALLOC_MMAP_THRESHOLD_": "65536"}, check=True, timeout=300)
     return [json.loads((folder / f"rank-{rank}.json").read_text())[kind] for rank in range(ranks)]
 
 

@@ -229,9 +229,7 @@ if "shardmake.train" in sys.orig_argv:
 """
 
 
-def test_out_of_memory_takes_fallbacks_until_training_succeeds(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_takes_fallbacks_until_one_succeeds(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own error, raised in the first step of every fallback without gradient checkpointing."""
     checkout.run_at_start(SHORTAGE, monkeypatch)
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto", sequence_length=128)
@@ -260,9 +258,7 @@ if "shardmake.train" in sys.orig_argv:
 """Weights of the size that a diverging training reaches, from the end of the first step on."""
 
 
-def test_loss_that_diverges_twice_at_one_step_stops_the_run(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_that_diverges_twice_at_a_step_stops_the_run(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout.run_at_start(DIVERGENCE, monkeypatch)
     checkout.configure(strategy="ddp", checkpoints={"every_steps": 1}, non_finite="rewind")
     checkout.stages()

@@ -96,8 +96,7 @@ for _ in range(2):
 
 
 def test_python_runs_the_modules_twice_in_one_process(tmp_path: Path, inputs: Path) -> None:
-    done = make_lab(tmp_path / "lab", inputs)("python", "-c", API)
-    assert done.stdout.count("This was a dry-run") == 2
+    assert make_lab(tmp_path / "lab", inputs)("python", "-c", API).stdout.count("This was a dry-run") == 2
 
 
 def test_a_workflow_profile_in_place_of_the_default_one_logs_what_it_lacks(checkout: Checkout) -> None:

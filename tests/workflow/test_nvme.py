@@ -1,6 +1,6 @@
-"""Checkpoints of ZeRO-3 with parameters and optimizer on NVMe are complete and can be resumed in every way.
+"""ZeRO-3 with parameters and optimizer on NVMe, and DeepSpeed's Adam on the host: saves are resumed in every way.
 
-DeepSpeed first compiles its asynchronous I/O for several minutes: ``make test-nvme``.
+DeepSpeed first compiles its asynchronous I/O for several minutes, and its Adam for one or two: ``make test-nvme``.
 """
 
 from typing import Any
@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.reshard.convert import reshard
-from shardmake.config.models import Strategy
+from shardmake.checkpoint.reshard.convert import Route, find_route, reshard
+from shardmake.config.models import Cluster, Run, Strategy
+from shardmake.render import training_file
+from shardmake.run.plan import Choice
+from shardmake.run.training_settings import TrainingSettings
 from tests.workflow.by_hand import assert_merges_as_ddp, launch_by_hand, rewind_to, train_by_hand
 from tests.workflow.checkout import Checkout
 
@@ -70,3 +73,38 @@ def test_nvme_resumes_from_another_strategy(shared_checkout: Checkout, strategy:
     swapped = rewind_to(shared_checkout, 3)
     launch_by_hand(shared_checkout, "zero3-nvme", resume_from=swapped, checkpoints=SAVES, zero=SUB_GROUPS)
     assert shared_checkout.losses() == pytest.approx(expected, abs=2e-4)
+
+
+EVERY_TWO = {"every_steps": 2, "keep": 9}
+
+
+@pytest.fixture
+def rendered_as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render as for GPUs; ranks without a GPU would otherwise keep torch's Adam."""
+    render = training_file.replaced_optimizer
+
+    def with_gpu(choice: Choice, run: Run, cluster: Cluster) -> Any:
+        return render(choice, run, cluster.model_copy(update={"accelerator": "a100-80gb"}))
+
+    monkeypatch.setattr(training_file, "replaced_optimizer", with_gpu)
+
+
+@pytest.mark.usefixtures("rendered_as_with_gpus")
+@pytest.mark.parametrize(("wrote", "reads"), [
+    ("zero3", "zero3-offload-optimizer"), ("zero2", "zero2-offload"), ("zero2", "zero3-offload"),
+    ("zero2-offload", "zero3"), ("zero3-offload", "zero3"),
+])  # fmt: skip
+def test_each_adam_resumes_from_the_other(
+    shared_checkout: Checkout, reference: dict[int, float], wrote: Strategy, reads: Strategy
+) -> None:
+    assert train_by_hand(shared_checkout, wrote, checkpoints=EVERY_TWO) == pytest.approx(reference, abs=2e-4)
+    (last, path), (record, checkpoint) = list(store.committed(shared_checkout.run / "train/checkpoints"))
+    assert last.step == 4
+    store.remove(path)
+    (shared_checkout.run / "train/receipt.json").unlink()
+    if find_route(record, checkpoint, reads, 2) is not Route.NATIVE:
+        reshard(checkpoint, shared_checkout.run / "train/resharded", reads, 2)
+        checkpoint = shared_checkout.run / "train/resharded"
+    _, folder = launch_by_hand(shared_checkout, reads, resume_from=checkpoint, checkpoints=EVERY_TWO)
+    assert (TrainingSettings.read(folder.training).optimizer is not None) == ("offload" in reads)
+    assert shared_checkout.losses() == pytest.approx(reference, abs=2e-4)

@@ -224,7 +224,7 @@ def test_the_plan_counts_the_tensors_of_a_rank(trainings: Trainings, tmp_path: P
     Batches and metrics are not worth counting.
     """
     rundir, (plan, run, cluster) = RunDir(tmp_path / "run"), trainings.plan(case)
-    codes = trainings.forked(case).train(rundir, (plan, run, cluster), program="tests.live_tensors:train")
+    codes = trainings.forked(case).train(rundir, (plan, run, cluster), program="tests.rank_programs:count_tensors")
     assert codes == [0, 0], log(rundir)
     settings = resolve(run, cluster)
     scenario, buckets = scenario_of(settings, plan.choice), buckets_of(settings, plan.choice)
@@ -241,7 +241,7 @@ def test_after_out_of_memory_it_resumes_with_the_next_fallback(trainings: Traini
     """Torch's own error ends step 3 without gradient checkpointing; the driver resumes from step 2 with it."""
     forked, training = trainings.forked(case), trainings.plan(case)
     assert [fallback.choice.gradient_checkpointing for fallback in training[0].fallbacks][:1] == [True]
-    forked.drive(training, "tests.out_of_memory:train")
+    forked.drive(training, "tests.rank_programs:train")
     checkout = forked.checkout
     ends = [(entry["end"], entry["fallback"]) for entry in checkout.read("train/attempts/index.json")]
     assert ends == [("GPU out of memory", 0), ("finished", 1)]

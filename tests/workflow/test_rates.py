@@ -52,9 +52,7 @@ def optimizer_of(model: Any, kind: str) -> torch.optim.Optimizer:
     for pattern, rate in GIVEN[kind].get("learning_rates", {}).items():
         rates |= dict.fromkeys(find_frozen(named, [pattern]), rate)
     decay = {True: 0.0, False: 0.1}
-    groups = {
-        name: {"params": [named[name]], "lr": rates[name], "weight_decay": decay["norm" in name]} for name in named
-    }
+    groups = {one: {"params": [named[one]], "lr": rates[one], "weight_decay": decay["norm" in one]} for one in named}
     matrices = [groups.pop(name) for name in named if "muon" in kind and "_proj" in name]
     if not groups:
         return torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")

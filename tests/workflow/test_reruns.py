@@ -118,8 +118,7 @@ def test_own_files_script_and_data_rerun_what_their_content_changes(checkout: Ch
     found, output = dry_run(checkout)
     assert found == sorted(["plan", "render", "train", *AFTER_TRAINING])
     assert 'deepspeed_config.content: {} -> {"communication_data_type": "fp32"}' in output
-    refused = checkout("shardmake", "train", "demo", check=False).stdout
-    assert "deepspeed_config.content: {}" in refused
+    assert "deepspeed_config.content: {}" in checkout("shardmake", "train", "demo", check=False).stdout
     own.write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
     template.write_text(template.read_text() + " ")
     assert {"fetch", "data", "plan", "train"} <= set(dry_run(checkout)[0])
@@ -141,22 +140,6 @@ def test_until_the_training_has_finished_every_setting_of_the_plan_takes_effect(
     found, output = dry_run(checkout)
     assert {"plan", "render"} <= set(found) and "data" not in found
     assert "changed: cluster.memory_gib_per_node: 6.0 -> 5.0" in output
-
-
-def test_a_plan_names_what_changed_and_a_training_with_old_files_is_refused(checkout: Checkout) -> None:
-    """With real stages, first in the workflow and then by hand."""
-    checkout("snakemake", *PROFILE, "render", "data")
-    checkout.configure(learning_rate=1e-3)
-    refused = checkout("shardmake", "train", "demo", check=False)
-    assert refused.returncode == 2
-    assert "the plan stage of demo ran with other settings: learning_rate: 0.002 -> 0.001" in refused.stdout
-    assert not (checkout.run / "train/attempts").exists()
-    output = checkout("snakemake", *PROFILE, "plan").stdout
-    assert "Settings changed since the last plan of demo: learning_rate: 0.002 -> 0.001." in output
-    stages = dict(line.split()[1::-1] for line in checkout("shardmake", "status", "demo").stdout.splitlines()[1:5])
-    assert stages == {"fetch": "open", "plan": "done", "render:": "changed", "data": "done"}
-    line = "demo  render  changed since the last render: learning_rate: 0.002 -> 0.001  plan finished"
-    assert line in checkout("shardmake", "status").stdout
 
 
 # --- a stage that breaks, on a first run or after an edit, is to do again with all that follows it ---------------------

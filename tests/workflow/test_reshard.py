@@ -72,8 +72,7 @@ def test_losses_are_the_same_after_resharding(
     assert len(list(rundir.attempts.iterdir())) == 3
     assert rundir.train_receipt.exists()
     assert {float(step) for step in adam_steps(newest_of(rundir))} == {float(STEPS)}
-    settings = AttemptDir(rundir.attempts / "003").read()
-    assert settings.world_size == setups[2][1]
+    assert AttemptDir(rundir.attempts / "003").read().world_size == setups[2][1]
 
 
 def test_many_zero3_sub_groups_are_resharded(forked: Forked, uninterrupted: dict[int, float], tmp_path: Path) -> None:
@@ -108,8 +107,7 @@ def test_states_equal_deepspeeds_own_conversion(
         ours, expected = load(out / "global_step1/zero" / path), load(theirs / "zero" / path)
         assert torch.equal(torch.as_tensor(ours).flatten(), torch.as_tensor(expected).flatten()), path
 
-    again = reshard(checkpoint, out, "zero3", 4)
-    assert again == record.model_copy(update={"strategy": "zero3", "world_size": 4})
+    assert reshard(checkpoint, out, "zero3", 4) == record.model_copy(update={"strategy": "zero3", "world_size": 4})
     assert caplog.messages[-1] == f"Reusing {out}."
     for refused, message in ((setup, "needs no resharding"), (("ddp", 2), "cannot be converted for ddp")):
         with pytest.raises(ShardmakeError, match=message):

@@ -64,9 +64,7 @@ def test_killed_at_every_write_of_a_save(
 
 
 @pytest.mark.root
-def test_disk_is_full_before_and_during_a_save(
-    forked: Forked, file_system: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_disk_is_full_before_and_in_a_save(forked: Forked, file_system: Callable[[str], Path], tmp_path: Path) -> None:
     """A save that does not fit is skipped, except the last one. Then the disk fills up during a save."""
     small_disk = RunDir(file_system("30m") / "run")  # space for one and a half checkpoints of 19 MB
     planned = forked.plan("zero3", 2, max_steps=3, checkpoints={"every_steps": 1, "keep": 2})
@@ -131,8 +129,7 @@ def test_damaged_shards_fall_back_to_an_older_checkpoint(forked: Forked, tmp_pat
 def test_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> None:
     """A failure every few milliseconds gives the shortest interval, but only after the first save is measured."""
     rundir = RunDir(tmp_path / "run")
-    planned = forked.plan("ddp", 2, max_steps=14, checkpoints={"every_steps": "auto", "keep": 9})
-    plan, run, cluster = planned
+    plan, run, cluster = forked.plan("ddp", 2, max_steps=14, checkpoints={"every_steps": "auto", "keep": 9})
     failing = (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-6}))
     assert forked.train(rundir, failing) == [0, 0], log(rundir)
     steps = sorted(record.step for record, _ in store.committed(rundir.checkpoints))
@@ -286,9 +283,7 @@ def test_driver_resumes_after_a_kill_during_an_upload(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
-def test_two_nodes_with_own_scratch_upload_every_file(
-    shared_checkout: Checkout, tmp_path: Path, strategy: Strategy
-) -> None:
+def test_nodes_with_own_scratch_upload_all_files(shared_checkout: Checkout, tmp_path: Path, strategy: Strategy) -> None:
     """The engines write all files, although no node sees the scratch folder of the other."""
     found = {}
     for asynchronous in (False, True):

@@ -67,9 +67,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-def test_secrets_that_a_script_prints_and_raises_reach_no_file(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_that_scripts_print_or_raise_reach_no_file(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     script = checkout.root / "leaking.py"
     script.write_text(LEAKING)
     for name, value in PLANTED.items():

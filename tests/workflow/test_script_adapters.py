@@ -73,7 +73,7 @@ def assert_merges_as_peft(run: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in IN_CI else pytest.mark.objectives) for case in CASES]
+    "case", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.objectives) for one in CASES]
 )
 def test_an_adapter_of_a_program_is_merged(forked: Forked, tmp_path: Path, case: str) -> None:
     run = train(forked, tmp_path, *CASES[case])

@@ -123,8 +123,7 @@ def test_programs_train_as_planned(
     assert trained(folder) == found
     reports = [json.loads((folder.ranks / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [report["world_size"] for report in reports] == [2, 2]
-    steps = [line.step for line in read_metrics(rundir.metrics)]
-    assert steps == ([1, 2, 3, 4] if found["api"] == "trainer" else [])
+    assert [line.step for line in read_metrics(rundir.metrics)] == ([1, 2, 3, 4] if found["api"] == "trainer" else [])
 
 
 def test_each_configuration_of_the_page_trains_above() -> None:

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.training
 
 
 @pytest.mark.parametrize("strategy", ["fsdp-hybrid", "zero3-hpz"])
-def test_sharding_within_two_nodes_of_two_ranks(
-    shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy
-) -> None:
+def test_sharding_within_two_nodes(shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy) -> None:
     """It also resumes from its own checkpoint with the same losses; test_recipes.py has the other strategies."""
     saves = {"every_steps": 1, "keep": STEPS}
     losses = train_by_hand(shared_checkout, strategy, nodes=2, checkpoints=saves)

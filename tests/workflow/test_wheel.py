@@ -84,8 +84,7 @@ def run_demo(lab: Installed) -> tuple[str, ...]:
     lab("shardmake", "init", "--demo")
     (lab.root / "quick.yaml").write_text(yaml.safe_dump(QUICK))
     configuration = ("--configfile", "config/config.yaml", "quick.yaml")
-    done = lab("snakemake", *PROFILE, *configuration)
-    assert "the report is runs/sbatch-options/report.html" in done.stdout
+    assert "the report is runs/sbatch-options/report.html" in lab("snakemake", *PROFILE, *configuration).stdout
     return configuration
 
 
@@ -153,9 +152,7 @@ def in_root(image: Path, script: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_folder_with_a_configuration_alone_is_enough_and_the_installation_stays_as_it_is(
-    root: Path, inputs: Path
-) -> None:
+def test_a_configuration_alone_is_enough_and_the_installation_stays_as_it_is(root: Path, inputs: Path) -> None:
     lab = folder(root, "any folder")
     (lab.root / "resources").mkdir()
     (lab.root / "resources/demo").symlink_to(inputs)

@@ -76,9 +76,7 @@ class FakeRun:
 def fails(kind: str, message: str, **values: Any) -> End:
     def end(folder: AttemptDir) -> None:
         base = {"rank": 0, "host": "c1", "culprit": "c1", "time": 1.0, "traceback": "Traceback ..."}
-        RankError.model_validate(base | values | {"kind": kind, "message": message}).write(
-            folder.errors / "rank-0.json"
-        )
+        RankError.model_validate(base | values | dict(kind=kind, message=message)).write(folder.errors / "rank-0.json")
 
     return end
 

@@ -1,5 +1,6 @@
-"""GPUs as nvidia-smi reports them on real nodes, and builds of torch that cannot use them."""
+"""GPUs as nvidia-smi reports them on real nodes, builds of torch that cannot use them, and turns at them."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardmake.launch.gpu_use import GpuSampler
 from shardmake.launch.gpus import check_build, check_gpus, slow_gpus
 from shardmake.run.attempt import GpuUse
 from shardmake.run.findings import Finding
+from shardmake.run.turns import VARIABLE, wait_for_turn
 from tests.programs import install_programs
 
 ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
@@ -143,3 +145,19 @@ def test_a_hanging_nvidia_smi_is_asked_once(nvidia_smi: Smi, tmp_path: Path, mon
     monkeypatch.setattr(process, "SECONDS", 0.5)
     assert list_gpus() is None
     assert (tmp_path / "calls").read_text() == "\n"
+
+
+def test_a_rank_waits_for_the_file_of_its_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings that take turns may find the GPUs in use."""
+    wait_for_turn("demo-001")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "demo-001.go").touch()
+    beats: list[None] = []
+    thread = threading.Thread(target=wait_for_turn, args=("demo-002", 1, lambda: beats.append(None)))
+    thread.start()
+    while not (tmp_path / "demo-002.1.waiting").exists() or len(beats) < 2:
+        assert thread.is_alive()
+    (tmp_path / "demo-002.go").touch()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert check_gpus(parse_gpus(ROWS), "0,1", 2) == []

@@ -40,9 +40,7 @@ ENVIRONMENT = {**os.environ, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
 
 def has_ended(pid: int) -> bool:
     """Return whether the process ends within some seconds; one that nobody has waited for counts too."""
-    return wait_until(
-        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, seconds=20
-    )
+    return wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 20)
 
 
 def child(before: str = "") -> Waiting:

@@ -44,8 +44,7 @@ def change_exit(folder: AttemptDir, **values: Any) -> None:
 
 
 def test_the_workers_wait_for_the_attempt_that_the_driver_chooses(folder: AttemptDir) -> None:
-    driver = threading.Timer(0.5, claim_next, (folder, "002"))
-    driver.start()
+    threading.Timer(0.5, claim_next, (folder, "002")).start()
     assert wait_for_next(folder) == AttemptDir(folder.root.with_name("002"))
     assert last_in_job(folder, "7") == folder, "it belongs to no job"
     claim(folder, "8")

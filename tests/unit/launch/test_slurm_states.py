@@ -65,8 +65,7 @@ ITS_TURN = (  # also while nodes are down
 def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str) -> None:
     held, status = reason in FOR_A_PERSON, JobStatus(JobState.PENDING, "PENDING", f"({reason})")
     message = held_message("7", status)
-    lasting = held_message("7", status, PATIENCE)
-    assert bool(lasting) == (held or "NotAvail" in reason)
+    assert bool(held_message("7", status, PATIENCE)) == (held or "NotAvail" in reason)
     assert bool(message) == held
     assert not held or (f"until a person acts: {reason}." in message and "scontrol release 7" in message)
     assert not held_message("7", JobStatus(JobState.RUNNING, "RUNNING", "c[1-2]"))

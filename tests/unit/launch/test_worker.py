@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,11 +28,18 @@ def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     return folder
 
 
-def test_interfaces_of_the_user_and_variables_of_the_file_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+MET = Rendezvous(address="a", port=1, interface="ib0", host="h")
+
+
+def environment_of_ranks(**site: Any) -> dict[str, str]:
+    plan, folder = make_plan("ddp"), Path("runs/demo")
+    attempt = attempt_settings(1, folder, make_cluster(**site), plan, resume_from=None, settings_digest="r")
+    return worker.rank_environment(attempt, MET)
+
+
+def test_interfaces_of_the_user_and_variables_of_the_file_win(monkeypatch: pytest.MonkeyPatch) -> None:
     def environment(**variables: str | int) -> dict[str, str]:
-        cluster = make_cluster(network_interface="ib0", env=variables)
-        attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp"), resume_from=None, settings_digest="r")
-        return worker.rank_environment(attempt, Rendezvous(address="a", port=1, interface="ib0", host="h"))
+        return environment_of_ranks(network_interface="ib0", env=variables)
 
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -45,8 +53,7 @@ def test_interfaces_of_the_user_and_variables_of_the_file_win(tmp_path: Path, mo
 def test_the_command_of_a_node_is_logged_without_secrets(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_SECRET", "Plant-by-value-1")
     variables = {"ENDPOINT": "https://ada:Plant2w@host/x", "PASSED_ON": "Plant-by-value-1"}
-    rendezvous, node = Rendezvous(address="a", port=1, interface="ib0", host="h"), worker.WorkerNode(0, 0)
-    text = worker._heading(["accelerate", "launch"], variables, rendezvous, folder.read(), node)
+    text = worker._heading(["accelerate", "launch"], variables, MET, folder.read(), worker.WorkerNode(0, 0))
     assert "env ENDPOINT=https://[removed]@host/x PASSED_ON=[removed] \\\n  accelerate launch" in text
 
 
@@ -58,16 +65,13 @@ def test_the_command_of_a_node_is_logged_without_secrets(folder: AttemptDir, mon
     ("h100", {}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, "max_split_size_mb:256"),
 ])  # fmt: skip
 def test_the_allocator_uses_segments_that_grow_unless_the_user_configured_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str, job: dict[str, str], cluster: dict[str, str],
-    value: str | None,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, job: dict[str, str], cluster: dict[str, str], value: str | None
+) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name in job:
         monkeypatch.setenv(name, job[name])
-    site = make_cluster(accelerator=accelerator, memory_gib_per_node=512.0, env=cluster)
-    attempt = attempt_settings(1, tmp_path, site, make_plan("ddp"), resume_from=None, settings_digest="r")
-    found = worker.rank_environment(attempt, Rendezvous(address="a", port=1, interface="ib0", host="h"))
+    found = environment_of_ranks(accelerator=accelerator, memory_gib_per_node=512.0, env=cluster)
     assert found.get("PYTORCH_ALLOC_CONF") == value
 
 
@@ -127,8 +131,7 @@ def test_an_error_of_the_worker_has_a_message_and_its_traceback_a_file(
 
 
 def test_a_node_blames_the_missing_one(folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scontrol = '[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"'
-    install_programs(tmp_path, monkeypatch, {"scontrol": scontrol})
+    install_programs(tmp_path, monkeypatch, {"scontrol": '[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"'})
     monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
     monkeypatch.setattr(
         worker, "run_rendezvous",
@@ -168,11 +171,10 @@ def test_a_requeued_job_counts_its_starts(tmp_path: Path, started: list[Path], m
     """Another node may have published the address of this start before, and the job two addresses before that."""
     folder = AttemptDir(tmp_path / "train/attempts/001")
     write_attempt(folder, make_plan("zero2")).model_copy(update={"again": 2}).write(folder.settings)
-    address = Rendezvous(address="10.0.0.1", port=1, interface="ib0", host="c1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for start in range(5):
         started.clear()
-        address.write(folder.rendezvous / f"start-{start}.json")
+        MET.write(folder.rendezvous / f"start-{start}.json")
         slurm_task.main(folder.root)
         assert bool(started) is (start < 4)
 

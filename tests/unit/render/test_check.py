@@ -1,7 +1,9 @@
-"""The libraries' own parsers: the keys that they accept, refuse and silently ignore."""
+"""The libraries' own parsers: keys that they accept, refuse and ignore; they are asked once for the same content."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.buckets import auto_sizes
-from shardmake.render.check import Files, Rendering, check_rendered, read_with_libraries
+from shardmake.render.check import Files, Rendering, ask_once, check_rendered, read_with_libraries
 from shardmake.render.launcher_settings import IGNORED_IN_FILE
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.run.plan import Choice
@@ -196,3 +198,52 @@ def test_tf32_is_stated_for_fp32_on_gpus_and_can_be_checked_without_a_gpu(
     if wanted:
         flags = launch_flags(plan, Path("plan"), machine_rank=1, address="localhost", port=1)
         check_rendered([Rendering(files, plan.choice, flags)], "/tmp")
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Parsers:
+    """Parsers that find ``problems``, and count how often they are asked."""
+
+    def __init__(self, problems: list[list[str]]) -> None:
+        self.problems, self.asked = problems, 0
+
+    def __call__(self) -> list[list[str]]:
+        self.asked += 1
+        return self.problems
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_accepted_content_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers = Parsers([[], []])
+    for _ in range(3):
+        assert ask_once("module", {"world_size": 2}, parsers) == [[], []]
+    assert parsers.asked == 1
+    ask_once("module", {"world_size": 4}, parsers)
+    assert parsers.asked == 2, "another content"
+    monkeypatch.setattr("shardmake.render.check._software", lambda: ["another version"])
+    ask_once("module", {"world_size": 4}, parsers)
+    assert parsers.asked == 3, "another library"
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_refusal_is_not_kept() -> None:
+    parsers = Parsers([[], ["the disk is full"]])
+    for _ in range(2):
+        assert ask_once("module", {}, parsers) == [[], ["the disk is full"]]
+    assert parsers.asked == 2
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_the_files_of_several_runs_are_checked_at_once() -> None:
+    both = Barrier(2, timeout=30)
+
+    def parsers() -> list[list[str]]:
+        both.wait()
+        return []
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda size: ask_once("module", {"world_size": size}, parsers), (2, 4))] == [[], []]

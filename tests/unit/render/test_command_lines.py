@@ -1,4 +1,4 @@
-"""Command lines and shell scripts: the launcher's options and the program's arguments."""
+"""Command lines, shell scripts and Accelerate files: the launcher's options, its ranks and the program's arguments."""
 
 import shlex
 from pathlib import Path
@@ -8,6 +8,8 @@ import pytest
 
 from shardmake.core.errors import ConfigError
 from shardmake.render.command_lines import Arguments, Command, read_arguments, read_command, read_script
+from shardmake.render.comparison import EngineSettings
+from shardmake.render.launcher_settings import refuse_counts
 
 TRAIN = "train.py --deepspeed ds.json --learning_rate 1e-4 --bf16"
 
@@ -81,11 +83,6 @@ def test_a_script() -> None:
     assert read_arguments(second) == Arguments({}, "ds.json")
 
 
-def test_a_variable_with_a_single_quote_is_read() -> None:
-    (found,) = read_script("train.sh", 'NAME="it\'s --bf16"\ntorchrun train.py --max_steps 5 $NAME\n')
-    assert read_arguments(found).trainer == {"max_steps": 5, "bf16": True}
-
-
 @pytest.mark.parametrize(("script", "message"), [
     ("#!/bin/sh\n$LAUNCHER train.py\n", "no line of it starts accelerate"),
     ('true\ntorchrun "train.py\n', 'line 2: " is not closed'),
@@ -123,6 +120,7 @@ SHELL = {
     "an extended variable": ('A="--bf16"\nA="$A --max_steps 5"\nA+=" --seed 3"\ntorchrun x.py $A', {"seed": 3}),
     "a text of several lines": ('A="\n --max_steps 5\n --bf16"\ntorchrun x.py $A', {"max_steps": 5, "bf16": True}),
     "a launcher in a variable": ('L="torchrun --nproc_per_node 2"\nC="$L x.py --bf16"\nsrun $C', {"bf16": True}),
+    "a single quote": ('N="it\'s --bf16"\ntorchrun x.py --max_steps 5 $N', {"max_steps": 5, "bf16": True}),
     "equal branches": ("case $1 in a) S=3 ;; *) S=3 ;; esac\ntorchrun x.py --seed $S", {"seed": 3}),
     "a branch": ("if $T; then S=3; else S=4; fi\ntorchrun x.py --seed $S", {"seed": "$S"}),
     "a part of a branch": (
@@ -195,3 +193,31 @@ def test_a_number_of_ranks_that_only_a_shell_knows_is_not_one_rank() -> None:
 def test_what_a_launcher_or_transformers_cannot_read_is_named(line: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_arguments(command(line))
+
+
+FILE = {"num_processes": 4, "num_machines": 1, "machine_rank": 0}
+
+
+@pytest.mark.parametrize(("changes", "key", "effect"), [
+    ({"num_processes": 0}, "num_processes", "`accelerate launch` needs a whole number from 1 on."),
+    ({"num_processes": "-2"}, "num_processes", "`accelerate launch` needs a whole number from 1 on."),
+    ({"num_processes": 2.5}, "num_processes", "`accelerate launch` needs a whole number from 1 on."),
+    ({"num_processes": True}, "num_processes", "`accelerate launch` needs a whole number from 1 on."),
+    ({"num_machines": 0}, "num_machines", "`accelerate launch` needs a whole number from 1 on."),
+    ({"num_machines": 3}, "num_processes", "Each of the 3 machines starts 1, silently. Write a multiple of 3."),
+    ({"machine_rank": 1}, "machine_rank", "The machines are numbered from 0 to 0."),
+    ({"main_process_port": 70000}, "main_process_port", "The largest port is 65535."),
+])  # fmt: skip
+def test_a_count_that_cannot_be_used_is_one_error(changes: dict[str, Any], key: str, effect: str) -> None:
+    found = EngineSettings()
+    values = FILE | changes
+    refuse_counts(values, found)
+    assert [(one.key, one.value, one.effect) for one in found.problems] == [(key, (FILE | changes)[key], effect)]
+    assert key not in values
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_machines": "2"}, {"main_process_port": 0}, {"machine_rank": "0"}])
+def test_other_counts_pass(changes: dict[str, Any]) -> None:
+    found = EngineSettings()
+    refuse_counts(FILE | changes, found)
+    assert found.problems == []

@@ -1,12 +1,15 @@
-"""The comparison of Trainer, DeepSpeed and Accelerate finds every planted fault, and nothing in the twins."""
+"""The comparison of Trainer, DeepSpeed and Accelerate finds every planted fault, nothing in the twins, and has a case for each row."""
 
 import pytest
 
-from shardmake.render.comparison import Comparison, Row, Settings
+from shardmake.config.settings import SETTINGS, Setting
+from shardmake.core.nested import leaves
+from shardmake.render.comparison import LIBRARIES, Comparison, Library, Row, Settings
 from shardmake.render.engine_values import VARIES
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO, PLANTED, STOPS, Planted
 from tests.settings_cases import CASES
 from tests.unit.render.compared_settings import compare_settings
+from tests.workflow.engine_cases import OBSERVED
 
 CLEAN = {
     "all auto": Settings(ARGUMENTS, AUTO | {"bf16": {"enabled": "auto"}, "train_batch_size": "auto"}, world_size=2),
@@ -112,14 +115,7 @@ def test_a_planted_fault_is_found_with_both_values(planted: Planted, compared: d
     assert {value.written for value in found.values.values()} != {False}
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
-def test_the_corrected_twin_is_clean(planted: Planted, compared: dict[str, Comparison]) -> None:
-    comparison = compared[f"{planted.name}, corrected"]
-    assert comparison.contradictions == []
-    assert comparison.problems == []
-
-
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", [*CLEAN, *(f"{one.name}, corrected" for one in PLANTED)])
 def test_correct_files_are_clean(name: str, compared: dict[str, Comparison]) -> None:
     assert compared[name].contradictions == []
     assert compared[name].problems == []
@@ -145,3 +141,35 @@ def test_what_the_engine_showed_is_predicted(name: str, compared: dict[str, Comp
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_ranks_that_train_alone_are_an_error(name: str, compared: dict[str, Comparison]) -> None:
     assert [(one.key, one.level) for one in compared[name].problems] == [(ONE_RANK[name], "error")]
+
+
+SHARED = [setting for setting in SETTINGS.values() if setting.is_shared]
+
+
+def keys(setting: Setting, library: Library) -> tuple[str, ...]:
+    """Return the names that ``library`` has for ``setting``."""
+    return setting.deepspeed_keys if library == "DeepSpeed" else getattr(setting, library.lower())
+
+
+PAIRS: list[tuple[Setting, Library]] = [
+    (setting, library) for setting in SHARED for library in LIBRARIES if keys(setting, library)
+]
+
+
+def writes(settings: Settings, setting: Setting, library: Library) -> bool:
+    """Return whether the settings have the key of ``library`` for ``setting``."""
+    written = {key for key, _ in leaves(getattr(settings, library.lower()) or {})}
+    if library == "Accelerate":
+        return setting.option in {key.rpartition(".")[2] for key in written}
+    return bool(written.intersection(keys(setting, library)))
+
+
+@pytest.mark.parametrize(("setting", "library"), PAIRS, ids=lambda value: getattr(value, "name", value))
+def test_each_key_has_a_case(setting: Setting, library: Library) -> None:
+    cases = [one for name, one in CASES.items() if name.startswith(f"{setting.name}:")]
+    assert any(writes(one, setting, library) for one in cases), "Add a case to tests/settings_cases.py."
+
+
+def test_each_row_is_read_from_the_engine() -> None:
+    names = {"engine", *(setting.name for setting in SHARED)}
+    assert OBSERVED.keys() == names == {name.partition(":")[0] for name in CASES}

@@ -133,10 +133,8 @@ def test_a_file_whose_numbers_suit_a_number_of_ranks_is_right(folder: Path) -> N
 
 def test_a_file_that_deepspeed_cannot_read_starts_no_plain_process(folder: Path) -> None:
     typos = {"bf16": {"enable": True}, "zero_optimization": {"stage": 2, "offload_optimzer": {"device": "cpu"}}}
-    (folder / "typos.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 8} | typos))
-    text = texts(
-        check(shlex.split("torchrun --nproc_per_node 2 train.py --output_dir o --bf16 --deepspeed typos.json"))
-    )
+    (folder / "typo.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 8} | typos))
+    text = texts(check(shlex.split("torchrun --nproc_per_node 2 train.py --output_dir o --bf16 --deepspeed typo.json")))
     assert "Extra inputs are not permitted" in text and "silently" not in text
 
 

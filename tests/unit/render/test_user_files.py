@@ -67,8 +67,7 @@ HF_ZERO3 = HF_ZERO2 | {
 
 def merge(strategy: Strategy, choice: dict[str, Any] | None = None, **settings: Any) -> tuple[Files, list[str]]:
     plan, run = make_plan(strategy, **(choice or {})), make_run(**settings)
-    files = render_files(plan, run, make_cluster(), make_model(), Path("plan"))
-    return merge_own_files(files, run, plan.choice)
+    return merge_own_files(render_files(plan, run, make_cluster(), make_model(), Path("plan")), run, plan.choice)
 
 
 def written(tmp_path: Path, name: str, values: Any) -> str:

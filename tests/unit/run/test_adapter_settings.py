@@ -257,8 +257,7 @@ def test_adapter_of_residual_weights(init: str, tmp_path: Path) -> None:
 def test_weights_that_are_not_pefts(dtype: torch.dtype, tmp_path: Path) -> None:
     """Such as those of the base model, whose update was lost, or another scale."""
     make_adapter(tmp_path, base_model().to(dtype))
-    contents = read_model(tmp_path / "adapter", base=tmp_path / "base")
-    samples = merge_with_peft(contents, None)
+    samples = merge_with_peft(read_model(tmp_path / "adapter", base=tmp_path / "base"), None)
     assert {sample.name.split(".")[-2] for sample in samples} == set(TARGETS["target_modules"])
     consolidate(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
     assert compare_with_peft(samples, written(tmp_path / "merged")) == len(TARGETS["target_modules"])

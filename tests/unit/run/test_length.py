@@ -10,7 +10,7 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 
 from shardmake.core.errors import ConfigError
-from shardmake.run.length import Length, batch_for, optimizer_steps, warmup_steps
+from shardmake.run.length import Length, optimizer_steps, warmup_steps
 from tests.unit.plans import make_run
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
@@ -38,11 +38,6 @@ def test_only_one_step_of_warm_up_has_no_learning_rate(schedule: str, steps: int
 ])  # fmt: skip
 def test_each_epoch_has_whole_batches(epochs: float, sequences: int, batch: int, steps: int) -> None:
     assert optimizer_steps(epochs, sequences, batch) == steps
-
-
-@pytest.mark.parametrize(("sequences", "steps", "ranks", "batch"), [(21, 10, 2, 2), (21, 10, 4, 0), (1000, 10, 6, 96)])
-def test_a_batch_that_gives_steps(sequences: int, steps: int, ranks: int, batch: int) -> None:
-    assert batch_for(sequences, steps, ranks) == batch
 
 
 FEW = "each sequence 1.14 times. Set global_batch_size: 4 or less"

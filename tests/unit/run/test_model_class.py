@@ -66,8 +66,7 @@ def test_a_new_head_replaces_that_of_the_base_model(tmp_path: Path, tied: bool) 
     assert model.score.weight.shape == (1, 8) and model.config.num_labels == 1
     assert model.config.architectures == ["LlamaForSequenceClassification"]
     model.save_pretrained(tmp_path / "tuned")
-    tuned = CLASSIFIER.load(str(tmp_path / "tuned"))
-    assert tuned.score.weight.equal(model.score.weight)
+    assert CLASSIFIER.load(str(tmp_path / "tuned")).score.weight.equal(model.score.weight)
     with pytest.raises(ModelError, match=r"completely: missing keys: score\.weight"):
         CLASSIFIER.load_base(str(tmp_path / "tuned"))  # it has the head already
 

@@ -53,8 +53,7 @@ def test_a_run_that_cannot_be_read_is_one_line_and_leaves_the_others(older: RunD
     )
     config = load_config(Path("runs.yaml"))
     both = config.model_copy(update={"runs": {"broken": config.runs["done"], **config.runs}})
-    cluster = load_cluster(Path(config.cluster))
-    first, second = read_states(both, cluster, older.root.parent)
+    first, second = read_states(both, load_cluster(Path(config.cluster)), older.root.parent)
     assert "receipt.json was made by another version of Shardmake" in first.state and second.state == "done"
     assert OPEN not in second.stages.values()
 

@@ -1,15 +1,23 @@
-"""Packages that the ranks of a training do not import."""
+"""Packages that the ranks of a training do not import, and the record of its engine."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from shardmake.core.atomic import write_json
+from shardmake.core.errors import EngineMismatchError
+from shardmake.report.records import Records
+from shardmake.report.training_facts import training_facts
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.engine import Engine
+from shardmake.run.training_settings import ScriptProgram
+from shardmake.train.engine_check import check_engine
+from tests.finished_run import SETTINGS, make_run, make_rundir
 from tests.unit.plans import make_training_settings
 
 DATA, ALL = ["datasets", "pandas"], ["datasets", "pandas", "deepspeed", "peft"]
@@ -35,8 +43,7 @@ def test_only_packages_that_no_part_of_a_training_uses_are_not_imported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    settings = make_training_settings(strategy, **{"model": str(tmp_path), **run})
-    assert settings.unused_packages == unused
+    assert make_training_settings(strategy, **{"model": str(tmp_path), **run}).unused_packages == unused
 
 
 def test_adapters_beside_a_base_model_are_not_left_out(tmp_path: Path) -> None:
@@ -53,3 +60,32 @@ def test_a_rank_does_not_import_them(tmp_path: Path) -> None:
     imported = json.loads(done.stdout)
     assert not {*ALL, "boto3", "mlflow", "scipy", "sklearn"} & {*imported}
     assert "shardmake.train.trainer" in imported
+
+
+PLANNED = Engine(engine="deepspeed", zero_stage=3, world_size=2, dtype="float32", offload_optimizer="cpu")
+
+
+class PipelinedEngine(Engine):
+    """An engine with a field that exists in this test only."""
+
+    pipeline_stages: Annotated[int, "pipeline of {} stages"] = 1
+
+
+def test_a_new_field_is_compared_checked_and_reported(tmp_path: Path) -> None:
+    planned, found = (PipelinedEngine(**dict(PLANNED), pipeline_stages=stages) for stages in (4, 2))
+    assert planned.differences(found) == {"pipeline_stages": (4, 2)}
+    with pytest.raises(EngineMismatchError, match="pipeline_stages: planned 4, found 2"):
+        check_engine(found, planned)
+    records = Records.read(make_run(), make_rundir(tmp_path))
+    script = ScriptProgram(path="train.py", args=[], sha256="e" * 64)
+    settings = SETTINGS.model_copy(update={"program": script})
+    training = records.training.model_copy(update={"trained": found})
+    records = dataclasses.replace(records, run=make_run(script="train.py"), settings=settings, training=training)
+    assert training_facts(records)["Engine"] == "DeepSpeed ZeRO-3, optimizer states on cpu, pipeline of 2 stages"
+
+
+def test_a_value_that_is_not_planned_is_neither_written_nor_compared() -> None:
+    names = ["engine", "zero_stage", "world_size", "dtype", "offload_optimizer", "offload_param"]
+    assert list(PLANNED.as_json()) == names
+    assert PLANNED.differences(PLANNED.model_copy(update={"replicas": 2})) == {}
+    assert PLANNED.differences(PLANNED.model_copy(update={"offload_param": "cpu"})) == {"offload_param": (None, "cpu")}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmake.data.dataset import Collator, check_isolation
 from shardmake.train import trainer
-from shardmake.train.trainer import bind_to_gpu, compile_layers, parse_cores
+from shardmake.train.trainer import bind_to_gpu, compile_layers
 from tests.unit.train.conftest import tiny_llama
 
 
@@ -51,16 +51,11 @@ def test_trainer_asks_accelerate_for_layers(monkeypatch: pytest.MonkeyPatch) -> 
     assert TorchDynamoPlugin(backend="inductor").use_regional_compilation
 
 
-@pytest.mark.parametrize(("text", "cores"), [("0-3,8,12-13\n", {0, 1, 2, 3, 8, 12, 13}), ("5\n", {5}), ("\n", set())])
-def test_cores_as_the_kernel_lists_them(text: str, cores: set[int]) -> None:
-    assert parse_cores(text) == cores
-
-
 @pytest.mark.parametrize(("listed", "bound", "message"), [
-    ("4-7,36-39", {4, 5}, "Bound to the 2 of 6 cores near GPU 0000:1b:00.0."), ("0-31", None, ""),
-    ("32-63", None, "Not bound to the cores near GPU 0000:1b:00.0"),
+    ("1,4-7,36-39", {1, 4, 5}, "Bound to the 3 of 6 cores near GPU 0000:1b:00.0."), ("0-31", None, ""),
+    ("", None, "Not bound to the cores near GPU 0000:1b:00.0"), ("32-63", None, "Not bound to the cores near GPU 0000:1b:00.0"),
     (None, None, "Not bound to the cores near GPU 0000:1b:00.0"),
-], ids=["part-of-the-job", "all-of-the-job", "outside-the-job", "unknown"])  # fmt: skip
+], ids=["part-of-the-job", "all-of-the-job", "empty", "outside-the-job", "unknown"])  # fmt: skip
 def test_a_rank_is_bound_to_the_cores_of_the_job_near_its_gpu(
     listed: str | None, bound: set[int] | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

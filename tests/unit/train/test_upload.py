@@ -152,8 +152,7 @@ def test_killed_at_every_write_of_each_node(tmp_path: Path, victim: int) -> None
     logs = [tmp_path / f"writes-{node}" for node in (0, 1)]
     assert [upload_and_die(complete, node, logs[node], -1, "before") for node in (1, 0)] == [0, 0]
     writes = points(logs[victim])
-    kinds = {what.split()[0] for _, _, what in writes}
-    assert kinds == {"open", "fsync", "os.rename", "os.remove", "os.rmdir"}
+    assert {what.split()[0] for _, _, what in writes} == {"open", "fsync", "os.rename", "os.remove", "os.rmdir"}
     assert len(writes) > 12
 
     steps = []

@@ -1,4 +1,4 @@
-"""Callbacks: compute time without waits, heartbeats, losses that are not finite, and recorded steps."""
+"""Callbacks: heartbeats, losses that are not finite, recorded steps, saves, and those of a user's Trainer."""
 
 import errno
 import gzip
@@ -7,23 +7,29 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from shardmake.config.models import Profile
-from shardmake.run.attempt import AttemptDir, Heartbeat, heartbeat_file
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Heartbeat, RequestedStop, heartbeat_file
 from shardmake.run.attempt_history import may_rewind
+from shardmake.run.paths import RunDir
+from shardmake.run.training_settings import Retention, ScriptProgram
 from shardmake.run.usage import WINDOW_STEPS, WINDOWS
 from shardmake.train.callbacks import heartbeat as heartbeat_module
 from shardmake.train.callbacks.heartbeat import ComputeTimer, HeartbeatCallback
 from shardmake.train.callbacks.metrics import MetricsCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck, NonFiniteError
 from shardmake.train.callbacks.recorders import Recorder, step_profiler
+from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
+from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.script_callbacks import ScriptHeartbeat, ScriptStop, TrainerCheck, script_callbacks
 from tests.unit.run.test_attempt_history import make_record
 
 
@@ -85,8 +91,7 @@ def test_only_the_layers_of_a_training_model_count(clock: Clock, device: str) ->
 def test_the_layers_are_spread_over_a_large_model(clock: Clock) -> None:
     model, timer = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)]), ComputeTimer()
     timer.attach(model, torch.device("cpu"))
-    timed = [number for number, layer in enumerate(model) if layer._forward_hooks]
-    assert timed == [*range(0, 100, 4)]
+    assert [number for number, layer in enumerate(model) if layer._forward_hooks] == [*range(0, 100, 4)]
 
 
 ARGUMENTS: Any = None
@@ -189,3 +194,104 @@ def test_the_steps_are_in_a_whole_trace(tmp_path: Path, first: int, last: int, s
     if name:
         events = json.loads(gzip.decompress((tmp_path / name).read_bytes()))["traceEvents"]
         assert sum(event.get("name") == "aten::mm" for event in events) >= 3, "forward and both gradients"
+
+
+@pytest.mark.parametrize(("step", "requested", "evaluates", "saves"), [
+    (1, False, False, False), (2, False, True, True), (3, False, True, False), (1, True, False, True),
+    (2, True, False, True), (3, True, False, True), (10, False, True, True), (10, True, True, True),
+])  # fmt: skip
+def test_requested_stop_saves_only(tmp_path: Path, step: int, requested: bool, evaluates: bool, saves: bool) -> None:
+    """The run saves every 2 steps. It evaluates every 3 steps and, because the best is kept, at each save."""
+    arguments = TrainingArguments(use_cpu=True, save_steps=2, eval_strategy="steps", eval_steps=3)
+    state = TrainerState(global_step=step, max_steps=10, is_world_process_zero=True)
+    state.compute_steps(arguments, state.max_steps)
+    stop_file = tmp_path / "STOP"
+    if requested:
+        stop_file.touch()
+    scheduler = SaveScheduler(Saver(tmp_path, lambda step: {}, Retention(best=True)), None)
+    handler = CallbackHandler([DefaultFlowCallback(), StopOnRequest([stop_file]), scheduler], None, None, None, None)
+    control = handler.on_step_end(arguments, state, TrainerControl())
+    assert (control.should_evaluate, control.should_save) == (evaluates, saves)
+    assert control.should_training_stop == (requested or step == 10)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_only_the_first_rank_looks_for_stop_files(first: bool) -> None:
+    """The other ranks get its answer by a broadcast; here there is no process group, so they continue."""
+    file, control = Mock(), TrainerControl()
+    stop = StopOnRequest([file])
+    stop.on_step_end(TrainingArguments(use_cpu=True), TrainerState(is_world_process_zero=first), control)
+    assert file.exists.call_count == first
+    assert control.should_training_stop == stop.requested == first
+
+
+@pytest.fixture
+def arguments() -> TrainingArguments:
+    return TrainingArguments(use_cpu=True, max_steps=10)
+
+
+def make_callbacks(folder: Path, text: str, *args: str) -> list[TrainerCallback]:
+    script = folder / "train.py"
+    script.write_text(text)
+    program = ScriptProgram(path=str(script), args=list(args), sha256="")
+    attempt = SimpleNamespace(rundir=RunDir(folder), number=3)
+    settings = SimpleNamespace(program=program)
+    context: Any = SimpleNamespace(attempt=attempt, folder=AttemptDir(folder), settings=settings, rank=0)
+    nothing: Any = None
+    return script_callbacks(context, nothing, nothing)
+
+
+def test_a_script_that_names_a_file_handles_it_itself(tmp_path: Path) -> None:
+    plain = make_callbacks(tmp_path, "trainer.train()")
+    assert [type(callback) for callback in plain] == [TrainerCheck, ScriptHeartbeat, MetricsCallback, ScriptStop]
+    own = make_callbacks(tmp_path, "open(os.environ['SHARDMAKE_METRICS'])", "--stop", "$SHARDMAKE_STOP_FILES")
+    assert [type(callback) for callback in own] == [TrainerCheck, ScriptHeartbeat]
+
+
+def test_own_rates_are_recorded(tmp_path: Path, arguments: TrainingArguments, caplog: pytest.LogCaptureFixture) -> None:
+    guard, learned = SimpleNamespace(choice=SimpleNamespace(data_parallel=1)), []
+    guard.set_trainer = lambda *values: learned.append(values[2:])
+    context: Any = SimpleNamespace(settings=SimpleNamespace(arguments={"learning_rate": 1e-3, "max_steps": 10}), rank=0)
+    trainer: Any = SimpleNamespace(_train_batch_size=8)
+    check = TrainerCheck(cast("Any", guard), trainer, context)
+    check.on_train_begin(arguments, TrainerState(max_steps=4), TrainerControl())
+    assert learned == [(5e-5, 4)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "The script trains with learning_rate 5e-05, the run has 0.001. Pass $SHARDMAKE_LEARNING_RATE in script_args, "
+        "or remove the run's key."
+    ]
+
+
+def test_metrics_of_a_script_have_no_tokens(tmp_path: Path, arguments: TrainingArguments) -> None:
+    callback = make_callbacks(tmp_path, "")[2]
+    state = TrainerState(global_step=4, is_world_process_zero=True)
+    (tmp_path / "train").mkdir()
+    callback.on_log(arguments, state, TrainerControl(), logs={"loss": 2.5, "learning_rate": 1e-3})
+    text = RunDir(tmp_path).metrics.read_text()
+    assert '"loss": 2.5' in text and '"attempt": 3' in text and "tokens" not in text
+
+
+def test_heartbeats_have_phases_only_while_trainer_trains(tmp_path: Path, arguments: TrainingArguments) -> None:
+    heartbeat, state, control = ScriptHeartbeat(AttemptDir(tmp_path), 1), TrainerState(), TrainerControl()
+    phases = {"prediction_step": USER_SCRIPT_PHASE, "train_begin": "first step", "step_end": "train"}
+    for event, phase in (phases | {"train_end": USER_SCRIPT_PHASE, "evaluate": USER_SCRIPT_PHASE}).items():
+        getattr(heartbeat, f"on_{event}")(arguments, state, control)
+        beat = Heartbeat.read_if_exists(heartbeat_file(AttemptDir(tmp_path).heartbeats, 1))
+        assert beat and beat.phase == phase
+
+
+@pytest.mark.parametrize(("requested", "step", "recorded"), [(True, 5, True), (True, 10, False), (False, 5, False)])
+def test_a_stop_is_recorded_before_the_end(
+    tmp_path: Path, arguments: TrainingArguments, requested: bool, step: int, recorded: bool
+) -> None:
+    folder, stop_file = AttemptDir(tmp_path), tmp_path / "STOP"
+    if requested:
+        stop_file.touch()
+    callback = ScriptStop([stop_file], folder)
+    state, control = TrainerState(global_step=step, max_steps=10, is_world_process_zero=True), TrainerControl()
+    callback.on_step_end(arguments, state, control)
+    assert (control.should_save, control.should_training_stop) == (requested, requested)
+    callback.on_train_end(arguments, state, control)
+    stopped = RequestedStop.read_if_exists(folder.stopped)
+    assert (stopped is not None) == recorded
+    assert stopped is None or stopped.step == step
