@@ -223,9 +223,9 @@ def _ratio(cost: Cost, other: Cost) -> float:
 def target(limit: float, rows: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, Any]:
     """Return whether ``key`` of all ``rows`` is at most ``limit``, and the row with the largest."""
     held = {name: row[key] for name, row in rows.items() if row.get(key) is not None}
-    worst = max(held, key=lambda name: held[name], default=None)
-    above = [name for name in held if held[name] > limit]
-    return {"at most": limit, "met": not above, "largest": worst and held[worst], "of": worst, "above": above}
+    worst, above = max(held, key=lambda name: held[name], default=None), [one for one in held if held[one] > limit]
+    met = bool(held) and not above
+    return {"at most": limit, "met": met, "largest": worst and held[worst], "of": worst, "above": above}
 
 
 def compare(commit: str, rounds: int, only: list[str]) -> dict[str, Any]:
