@@ -231,6 +231,7 @@ if "shardmake.train" in sys.orig_argv:
 
 def test_out_of_memory_takes_fallbacks_until_one_succeeds(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own error, raised in the first step of every fallback without gradient checkpointing."""
+    checkout.evaluate_few()
     checkout.run_at_start(SHORTAGE, monkeypatch)
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto", sequence_length=128)
     checkout.stages()
@@ -302,6 +303,7 @@ def forget_changes(checkout: Checkout, weights: Path) -> None:
 
 
 def test_a_flipped_bit_stops_every_later_stage(checkout: Checkout) -> None:
+    checkout.evaluate_few()
     checkout.configure(method="lora", strategy="ddp", checkpoints={"every_steps": 2, "keep": 3})
     checkout.stages("fetch", "plan", "render", "data", "train")
     uninterrupted = checkout.losses()
