@@ -197,7 +197,7 @@ def of_plan(folder: Path, rounds: int, name: str) -> dict[str, Any]:
     """Compare a plan, with its advice, with the estimate of the same run."""
     model, asked, more = PLANS[name]
     settings = {"model": str(folder / model), "data": {"train": "none.jsonl"}, "sequence_length": 4096}
-    settings |= {"global_batch_size": 64, "max_steps": 1000, "learning_rate": 1e-5, **asked}
+    settings |= {"global_batch_size": 64, "max_steps": 1000, "learning_rate": 1e-5, "packing": False, **asked}
     place = {"executor": "local", "processes_per_node": 8, "max_nodes": 1, "memory_gib_per_node": 1000}
     place |= {"cpus_per_node": 64, "accelerator": "h100", **more}
     (folder / "cluster.json").write_text(json.dumps(place))
