@@ -200,6 +200,7 @@ def test_no_stage_writes_to_what_somebody_links_to_while_it_runs(
     (theirs := tmp_path / "theirs").mkdir()
     (theirs / "notes.txt").write_text("years of work")
     monkeypatch.setenv("THEIRS", str(theirs))
+    checkout.evaluate_few()
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2})
     for stage, linked in RESULTS.items():
         with monkeypatch.context() as patch:
