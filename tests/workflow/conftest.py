@@ -102,7 +102,7 @@ def trainings(
 @pytest.fixture(scope="session")
 def shared_checkout(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
     """A checkout with tokenized data, for trainings that are launched by hand."""
-    checkout = Checkout.create(tmp_path_factory.mktemp("shared") / "checkout", inputs)
+    checkout = Checkout.create(tmp_path_factory.mktemp("shared") / "checkout", inputs).evaluate_few()
     configure(checkout, "ddp")
     checkout("shardmake", "data", "demo")
     return checkout
