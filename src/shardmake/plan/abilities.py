@@ -324,7 +324,8 @@ def _check_names(config: Mapping[str, Any], source: str) -> None:
 
 def _required(rope: str | None) -> set[str]:
     """Return the keys that transformers' validation of a kind of RoPE requires, without those that it adds itself."""
-    text = (_folder("transformers") / "modeling_rope_utils.py").read_text()
+    source = _folder("transformers") / "modeling_rope_utils.py"
+    text = source.read_text() if source.is_file() else ""
     body = text.partition(f"def _validate_{rope}_rope_parameters(")[2].partition("\n    def ")[0]
     required = re.findall(r'"(\w+)"', body.partition("required_keys = {")[2].partition("}")[0])
     return {*required} - {"rope_type", "rope_theta", "original_max_position_embeddings"}
