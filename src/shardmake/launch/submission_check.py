@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from shardmake.config.models import Cluster, Run
+from shardmake.config.slurm_options import inherited
 from shardmake.core.environment import unset_variable
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import format_bytes, plural
@@ -123,7 +124,7 @@ def expected_starts(plan: Plan, memory: MemoryEstimates, cluster: Cluster, rundi
     """
     if cluster.executor != "slurm":
         return ""
-    if closed := _closed_partition(cluster.slurm.partition):
+    if closed := _closed_partition(cluster.slurm.partition or inherited("partition")):
         return closed
     parts = []
     for nodes in node_counts(plan.choice.nodes, memory):
