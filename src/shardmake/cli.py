@@ -26,7 +26,7 @@ from shardmake.config.methods import DEFAULT_METHOD
 from shardmake.config.models import Cluster, Config, Method, Objective, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
-from shardmake.core.environment import hub_environment, import_without_torch, kernel_caches
+from shardmake.core.environment import hub_environment, import_without_torch, kernel_caches, remove_list_settings
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
@@ -96,8 +96,7 @@ def configure(
 ) -> None:
     """Configure logging for every command, and ignore the user's own filters and formats of Slurm's lists."""
     configure_logging(verbose=verbose, quiet=quiet)
-    for name in [name for name in os.environ if name.startswith(("SQUEUE_", "SINFO_", "SACCT_"))]:
-        del os.environ[name]
+    remove_list_settings(os.environ)
 
 
 def _read(files: list[Path]) -> tuple[Config, Cluster]:

@@ -264,4 +264,6 @@ def _normalized(text: str) -> str:
     """Return the text of a path, or of a list of sources, with the normal spelling of each local path."""
     if text.startswith("[{"):
         return json.dumps([{**one, "source": _normalized(one["source"])} for one in json.loads(text)])
-    return os.path.normpath(text) if is_local(text) and is_local(os.path.normpath(text)) else text
+    path = os.path.normpath(text)
+    is_same = os.path.realpath(path) == os.path.realpath(text)  # not if .. leaves the target of a link
+    return path if is_same and is_local(text) and is_local(path) else text

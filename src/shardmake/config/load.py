@@ -271,5 +271,5 @@ def _yaml_hint(value: Any, allowed: list[str]) -> str:
     if isinstance(value, int | float) and "text" in allowed:
         return " YAML reads this as a number. Put it in quotes."
     if isinstance(value, list) and "text" in allowed:
-        return " YAML reads text that begins with [ as a list. Put it in quotes."
+        return " This is a list. Write one text, in quotes if it begins with [."
     return ""

@@ -5,6 +5,7 @@ field has a description. These models check values before anything is queued. Ch
 are part of the stages.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from math import ceil, inf
@@ -888,8 +889,8 @@ class Cluster(Section):
 
     @property
     def scratch_in_memory(self) -> bool:
-        """Return whether `scratch` is in host RAM, judged by its path."""
-        return PurePath(self.scratch).is_relative_to("/dev/shm")
+        """Return whether `scratch` is in host RAM, judged by its path with the variables that are set here."""
+        return PurePath(os.path.expandvars(self.scratch)).is_relative_to("/dev/shm")
 
 
 class Config(Section):

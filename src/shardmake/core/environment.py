@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -46,6 +46,12 @@ def kernel_caches(scratch: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
+
+
+def remove_list_settings(environment: MutableMapping[str, str]) -> None:
+    """Remove the user's own filters and formats of squeue, sinfo and sacct, which would hide jobs."""
+    for name in [name for name in environment if name.startswith(("SQUEUE_", "SINFO_", "SACCT_"))]:
+        del environment[name]
 
 
 def hub_cache(configured: str | None) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Slurm
+from shardmake.config.slurm_options import inherited
 from shardmake.core.disk import UNLIMITED, free_space, mount_of
 from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
@@ -102,7 +103,7 @@ def check_accounts(asked: Slurm) -> Iterator[Finding]:
         return
     accounts = sorted({account for account, _ in rows})
     qos = sorted({name for _, names in rows for name in names.split(",") if name})
-    account = asked.account
+    account = asked.account or inherited("account")
     if account and account not in accounts:
         advice = f"Set slurm.account (--account) to one of these.{nearest(account, accounts)}"
         yield stops("accounts", f"slurm.account {account!r} is not one of yours: {', '.join(accounts)}", advice)
@@ -123,10 +124,12 @@ def check_partitions(asked: Slurm) -> Iterator[Finding]:
     """Report each partition with its nodes, and the partition of the jobs if there is no such partition."""
     try:
         partitions = query_partitions()
+        unknown = {*(asked.partition or "").split(",")} - {"", *partitions}
+        unknown -= {*query_partitions(hidden=True)} if unknown else set()
     except ShardmakeError as error:
         yield stops("partitions", _first_line(str(error)), _LOGIN_NODE)
         return
-    for wanted in [name for name in (asked.partition or "").split(",") if name and name not in partitions]:
+    for wanted in sorted(unknown):
         names = ", ".join(partitions) or "none"
         found = f"slurm.partition {wanted!r} does not exist; this cluster has {names}"
         yield stops("partitions", found, f"Correct slurm.partition (--partition).{nearest(wanted, partitions)}")

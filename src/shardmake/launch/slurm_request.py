@@ -17,6 +17,7 @@ from shardmake.config.slurm_options import (
     inherited,
     option_of_variable,
 )
+from shardmake.core.environment import remove_list_settings
 from shardmake.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,11 @@ def prepare_submission(cluster: Cluster, environment: MutableMapping[str, str]) 
 
 
 def remove_options(cluster: Cluster, environment: MutableMapping[str, str]) -> None:
-    """Remove sbatch's variables for options that the plan or the cluster file decides, with a warning for each."""
+    """Remove sbatch's variables for options that the plan or the cluster file decides, with a warning for each.
+
+    The user's filters of Slurm's lists are removed as well: a `snakemake` without a command before it has them.
+    """
+    remove_list_settings(environment)
     slurm = cluster.slurm
     requested = {
         **dict.fromkeys(("gres", "gpus", "gpus-per-node"), slurm.gpu_request),

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from shardmake.config.models import Cluster, Run
+from shardmake.config.slurm_options import inherited
 from shardmake.core.environment import unset_variable
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import format_bytes, plural
 from shardmake.launch.container import check_container
-from shardmake.launch.driver_script import PREFIX, batch_script
+from shardmake.launch.driver_script import PREFIX, batch_script, own_options
 from shardmake.launch.slurm_jobs import TRANSIENT, SlurmJobs, run_slurm
 from shardmake.launch.slurm_request import memory_in_place_of_the_plans
 from shardmake.launch.stage_jobs import ON_GPUS, sbatch_command
@@ -49,7 +50,8 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     check_container(cluster, [rundir.root], [run])
     if cluster.slurm.driver == "job":
         folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
-        _judge("the driver", run_slurm("sbatch", _TEST, stdin=batch_script(cluster, f"{PREFIX}NNN", folder)))
+        script = batch_script(cluster, f"{PREFIX}NNN", folder)
+        _judge("the driver", run_slurm("sbatch", _TEST, *own_options(script), stdin=script))
     _check_memory(memory_in_place_of_the_plans(cluster), plan)
     _check_step(cluster.slurm.srun_extra)
     _judge("train", run_slurm("sbatch", _TEST, stdin=_training_script(SlurmJobs(rundir.root, cluster, run), plan)))
@@ -122,7 +124,7 @@ def expected_starts(plan: Plan, memory: MemoryEstimates, cluster: Cluster, rundi
     """
     if cluster.executor != "slurm":
         return ""
-    if closed := _closed_partition(cluster.slurm.partition):
+    if closed := _closed_partition(cluster.slurm.partition or inherited("partition")):
         return closed
     parts = []
     for nodes in node_counts(plan.choice.nodes, memory):

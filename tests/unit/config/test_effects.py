@@ -1,6 +1,7 @@
 """The table of the keys and the stages whose results they can change."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,11 @@ def test_settings_are_text_and_differences_name_key_and_both_values() -> None:
         "cluster.hang_seconds: 600.0 -> 60.0",
     ]  # fmt: skip
     assert differences({"a": "1"}, {"b": "2"}) == ["b: not set -> 2", "a: 1 -> not set"] and differences(old, old) == []
+
+
+def test_a_path_that_leaves_the_target_of_a_link_is_another_one(tmp_path: Path) -> None:
+    (tmp_path / "far/data").mkdir(parents=True)
+    (tmp_path / "data").symlink_to("far/data")
+    direct, linked, alike = (f"{tmp_path}/{name}.jsonl" for name in ("a", "data/../a", "far/../a"))
+    assert differences({"data.train": linked}, {"data.train": direct})
+    assert not differences({"data.train": alike}, {"data.train": direct})

@@ -131,7 +131,9 @@ def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.push.destinations == ["file:/home/ada/out/chat", "hub:lab/chat", "s3://b/data/x"]
     cluster = Cluster(**CLUSTER, nvme_path="$DATA/n", cache="~/c", scratch="~/$JOB", accelerator="A100-80GB")
     assert (cluster.nvme_path, cluster.cache, cluster.scratch) == ("/data/n", "/home/ada/c", "/home/ada/$JOB")
-    assert cluster.accelerator == "a100-80gb"
+    assert cluster.accelerator == "a100-80gb" and not cluster.scratch_in_memory
+    monkeypatch.setenv("DATA", "/dev/shm/ada")
+    assert cluster.model_copy(update={"scratch": "$DATA/x"}).scratch_in_memory
     assert parse_config({"cluster": "~/c.yaml", "runs": {"chat": RUN}}, "c").cluster == "/home/ada/c.yaml"
     texts = {"evaluation": {"prompts": ["a\n\tb"]}, "notify": {"command": "date\nhostname"}}
     run = make_run(**texts, script="t.py", script_args=[""])  # several lines, where they have a meaning

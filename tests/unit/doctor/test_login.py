@@ -15,7 +15,7 @@ from shardmake.doctor import login
 from shardmake.launch.gpu_status import GpuStatus
 from shardmake.run.findings import Finding, Verdict, run_checks, would_stop
 from tests.programs import install_programs
-from tests.unit.doctor.recorded import CLOSED, NO_ACCOUNTING, NO_DATABASE, slurm_programs
+from tests.unit.doctor.recorded import CLOSED, NO_ACCOUNTING, NO_DATABASE, SINFO, slurm_programs
 from tests.unit.plans import make_cluster
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
@@ -74,6 +74,16 @@ def test_answers_of_slurm(
     (row,) = [finding for finding in checked(slurm, tmp_path) if finding.check == check]
     assert row.verdict is verdict and words in (row.advice if slurm else row.found)
     assert row.verdict is OK or row.advice
+
+
+def test_hidden_partitions_and_the_account_of_the_shell_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the plan and in the jobs."""
+    programs, everything = slurm_programs(), slurm_programs(sinfo=SINFO.replace("cpu*|", "secret|"))["sinfo"]
+    sinfo = f'case "$*" in *--all*) {everything}\n;; *) {programs["sinfo"]}\n;; esac'
+    install_programs(tmp_path / "bin", monkeypatch, programs | {"sinfo": sinfo})
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab-nlp")
+    found = verdicts(checked({"partition": "gpu,secret"}, tmp_path))
+    assert "partitions" not in found and "partition secret" not in found and found["accounts"] is OK
 
 
 def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

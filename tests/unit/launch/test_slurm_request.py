@@ -54,7 +54,7 @@ def test_no_variable_of_sbatch_replaces_what_the_cluster_file_or_the_plan_decide
     """sbatch prefers its variables to the lines of a script."""
     kept = dict.fromkeys(("SBATCH_ACCOUNT", "SBATCH_RESERVATION", "SBATCH_NETWORK", "SLURM_CPU_BIND", "PATH"), "1")
     replaced = ("TIMELIMIT", "MEM_PER_CPU", "ARRAY_INX", "EXPORT", "GPUS", "GRES", "PARTITION", "SIGNAL", "REQUEUE")
-    environment = kept | dict.fromkeys((f"SBATCH_{name}" for name in replaced), "1")
+    environment = kept | dict.fromkeys(("SQUEUE_STATES", *(f"SBATCH_{name}" for name in replaced)), "1")
     prepare_submission(site(partition="gpu"), environment)
     assert environment == kept
     environment = {"SBATCH_GRES": "gpu:4", "SBATCH_MEM_PER_NODE": "4G", "SBATCH_RESERVATION": "b"}
