@@ -173,6 +173,9 @@ def _finish(
     read_back = writer.check_read_back(found.tensors)
     loading = check.result()
     plan.check(loading)
+    doubts = plan.doubts(loading)
+    for doubt in doubts:
+        logger.warning(doubt)
     compared = compare_with_peft(proof.result(), found.contents.tensors)
     verification = verify_loaded(writer.folder, loading, found, plan.accepted(loading))
     tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
@@ -186,7 +189,7 @@ def _finish(
         output_bytes_compared=read_back,
         peft_modules=compared or None,
         recorded_files=plan.source.recorded_files,
-        warnings=list(plan.source.warnings),
+        warnings=[*plan.source.warnings, *doubts],
         allowed=list(plan.allow),
         untied=plan.untied,
         key=plan.key,

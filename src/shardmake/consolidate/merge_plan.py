@@ -24,7 +24,7 @@ from shardmake.consolidate.source_checks import Allowed, SourceReport, check_sou
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
 from shardmake.core.run_folder import make_folder, open_file, remove
-from shardmake.core.units import parse_size
+from shardmake.core.units import parse_size, plural
 from shardmake.run.model_class import OLD_HEAD, ModelClass
 
 _BLOCK = 1 << 20
@@ -236,6 +236,14 @@ class MergePlan:
         if loading.unexpected and not (is_adapter or loading.missing or loading.mismatched or loading.error):
             return ["To keep tensors that the class does not have, add --allow unexpected"]
         return []
+
+    def doubts(self, loading: LoadingReport) -> list[str]:
+        """Return one sentence for each doubt about the merged weights."""
+        left = lora.unadapted(self.contents, loading.unloaded)
+        return [
+            f"target_modules in {lora.CONFIG} chooses {plural(len(left), 'weight')} that the adapter does not change, "
+            f"such as {left[0]}: the model has the base model's. If they were trained, copy the adapter again."
+        ] if left else []  # fmt: skip
 
     def accepted(self, loading: LoadingReport) -> Collection[str]:
         """Return the tensors that are kept although the model's class does not have them."""

@@ -122,7 +122,8 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
     """Return the encoder for the data of ``part``, and log what was recognized."""
     layout, run = part.layout, part.run
     columns = list(dict.fromkeys(column for row in part.rows for column in row.example))
-    unused = [column for column in columns if column not in (MASK, HISTORY, *layout.columns.values())]
+    read = {MASK, *layout.columns.values(), *([HISTORY] if layout.format == "alpaca" else [])}
+    unused = [column for column in columns if column not in read]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     if layout.format == "chat" and (name := layout.columns["system"]) in columns:
         rest += f" Text in the column {name} is the system message of conversations without one."

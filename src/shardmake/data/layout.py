@@ -150,7 +150,9 @@ class Layout:
         """
         asked, given = self._text(example, "instruction"), self._text(example, "input", optional=True)
         last = [f"{asked}\n\n{given}" if given else asked, self._text(example, "output")]
-        turns, roles = [*(example.get(HISTORY) or ()), last], ("user", "assistant")
+        earlier = _parsed(example.get(HISTORY), f"{HISTORY} is", "a list of pairs", None) or []
+        roles = ("user", "assistant")
+        turns = [*earlier, last] if isinstance(earlier, list) else [earlier]
         if not all(isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in turns):
             raise DataError(
                 f"{HISTORY} is not a list of pairs, each a question and its answer as texts. Write it so, or remove it."
@@ -206,7 +208,7 @@ class Layout:
             if isinstance(text := example.get(name), str) and text.strip() not in asked:
                 raise DataError(
                     f"{' and '.join(kinds)} do not begin with the text of {name}. Write both with it, "
-                    f"{'or remove it' if is_apart else 'or name it with data.columns.prompt'}."
+                    f"{'' if is_apart else 'name it with data.columns.prompt, '}or remove it."
                 )
         return pair
 
@@ -222,6 +224,11 @@ class Layout:
                 f"{self.columns['chosen']} and {self.columns['rejected']} differ before a message of the assistant. "
                 "Only answers to one prompt can be compared. Write the same messages before both."
             )
+        for column, answer in answers.items():
+            if all(message["role"] != "assistant" for message in answer):
+                raise DataError(
+                    f"{self.columns[column]} has no message of the assistant after the prompt. Add its answer."
+                )
         return {"prompt": pair["prompt"], **answers}
 
     def _messages(self, example: Example, column: str) -> list[Message]:
@@ -239,11 +246,8 @@ class Layout:
                 made, before = self._message(message, role, content), (found or [{"role": ""}])[-1]
             except DataError as error:
                 raise DataError(f"{name}[{number}]{error}") from None
-            if (
-                message[role] == "tool_call"
-                and is_learned(before) == is_learned(made)
-                and before["role"] == made["role"]
-            ):
+            is_alike = before["role"] == made["role"] and is_learned(before) == is_learned(made)
+            if message[role] == "tool_call" and is_alike:
                 found[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *made["tool_calls"]]}
             else:
                 found.append(made)
@@ -395,15 +399,11 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
         return [Layout(format, {**columns, **named}, frozenset(named)) for format, columns in fit.items()]
 
     layouts = layouts_of(objective)
-    fitting = [layout for layout in layouts if given != "auto" or _fits(layout, first)]
+    fitting = [layout for layout in layouts if _fits(layout, first)]
     if not fitting:
-        pairs = product(layouts, _OTHER_COLUMNS)
-        swapped = [
-            replace(one, columns={**one.columns, **other, **named})
-            for one, (format, other) in pairs
-            if one.format == format
-        ]
-        fitting = [layout for layout in swapped if _fits(layout, first)]
+        pairs = ((one, other) for one, (format, other) in product(layouts, _OTHER_COLUMNS) if one.format == format)
+        swapped = [replace(one, columns={**one.columns, **other, **named}) for one, other in pairs]
+        fitting = [layout for layout in swapped if _fits(layout, first)] or (layouts if given != "auto" else [])
     if len(fitting) > 1:
         raise DataError(
             f"{place}: the columns fit several formats: {', '.join(map(str, fitting))}. Set data.format to one of them."

@@ -60,7 +60,7 @@ def _expression(text: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_expression)]
-Names = list[str] | str | None
+Names = list[str] | Pattern | None
 
 
 class AdapterSettings(BaseModel):
@@ -168,7 +168,12 @@ class AdapterSettings(BaseModel):
 
     def adapts(self, parameter: str) -> bool:
         """Return True if ``target_parameters`` chooses the parameter."""
-        return any(parameter == name or parameter.endswith(f".{name}") for name in self.target_parameters)
+        return _chooses(self.target_parameters, parameter)
+
+    def targets(self, module: str) -> bool:
+        """Return True if ``target_modules`` chooses the module, in any layer; False if layers are chosen as well."""
+        chosen = _chooses(self.target_modules, module) and not _chooses(self.exclude_modules, module)
+        return chosen and self.layers_to_transform is None
 
     def rank(self, module: str) -> int:
         """Return the rank of the factors of ``module``, or of a parameter that was chosen by its name, as in PEFT."""
@@ -187,6 +192,12 @@ class AdapterSettings(BaseModel):
             return held
         found = [rows for name, rows in held.items() if module == name or module.endswith(f".{name}")]
         return next(iter(found or (held.values() if len(held) == 1 else ())), [])
+
+
+def _chooses(names: Names, module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names or ())
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -55,7 +55,7 @@ RECOGNIZED: list[tuple[dict[str, Any], dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("example", "columns", "expected"), RECOGNIZED)
 def test_the_columns_say_the_format(example: dict[str, Any], columns: dict[str, str], expected: str) -> None:
-    assert str(find(example, **columns)) == expected
+    assert str(find(example, **columns)) == str(find(example, expected.split()[0], **columns)) == expected
 
 
 UNCLEAR: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
@@ -114,6 +114,7 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("chat", {"messages": [{**chat("a:b")[0], "loss": False}, {"role": "tool_call", "content": json.dumps(OLDER)}]},
      standard({**chat("a:b")[0], "weight": 0}, CALLING)),
     ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, {"messages": chat("u:c", "a:d", "u:a", "a:b")}),
+    ("alpaca", {"instruction": "a", "output": "b", "history": "[]"}, {"messages": chat("u:a", "a:b")}),  # a cell of CSV
     ("alpaca", {"instruction": "a", "input": "b", "output": "c"}, {"messages": chat("u:a\n\nb", "a:c")}),
     ("alpaca", {"instruction": "a", "input": "", "output": "c"}, {"messages": chat("u:a", "a:c")}),
     ("alpaca", {"instruction": "a", "system": "s", "output": "c"}, {"messages": chat("s:s", "u:a", "a:c")}),
@@ -199,7 +200,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "a part of a message": ("chat", said("assistant", content="b", train_detail=[{"begin_offset": 0}])),
     "history": ("prompt-completion", {"prompt": "a", "completion": "b", "history": [["c", "d"]]}),
     "a flat history": ("alpaca", {"instruction": "a", "output": "b", "history": ["c", "d"]}),
+    "a number as history": ("alpaca", {"instruction": "a", "output": "b", "history": 5}),
     "a question beside a pair": ("preference", {"question": "q", "chosen": "The one", "rejected": "The other"}),
+    "no answer": ("preference", {"prompt": chat("u:a"), "chosen": chat("u:a", "a:b"), "rejected": chat("u:a")}),
     "other questions": ("preference", {"chosen": chat("s:s", "u:a", "a:b"), "rejected": chat("s:s", "u:c", "a:b")}),
     "a call that is text": ("chat", said("tool_call", content="f(x)")),
     "weight of a user": ("chat", said("user", content="a", weight=1)),

@@ -113,12 +113,16 @@ def test_what_was_recognized_is_logged(model: Path, tmp_path: Path, caplog: pyte
 
 
 def test_a_column_of_marks_is_not_ignored(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_rows(tmp_path / "t.jsonl", [row | {"keep": [0, 1], "score": [1, 2]} for row in CHATS])
+    path = write_rows(
+        tmp_path / "t.jsonl", [row | {"keep": [0, 1], "score": [1, 2], "history": [["a", "b"]]} for row in CHATS]
+    )
+    caplog.set_level("INFO", "shardmake")
     prepare(make_run(model, {"train": path}), RunDir(tmp_path / "run"))
     warned = [message for message in caplog.messages if "is not used, from which other tools" in message]
     assert ["the column keep is not used, from which other tools take what is learned" in one for one in warned] == [
         True
     ]
+    assert "Columns that are not used: keep, score, history." in caplog.text
 
 
 @pytest.fixture

@@ -317,6 +317,26 @@ def merge(contents: Contents, base: Contents | None, layout: Callable[[], HubLay
     return replace(merged, trained=kept)
 
 
+def unadapted(contents: Contents, unloaded: Collection[str]) -> list[str]:
+    """Return the weights of a merge that ``target_modules`` chooses and the adapter does not have.
+
+    Only stacks of layers with adapted weights count, without the ``unloaded`` weights, which the class does not have.
+    """
+    stacks = {_stack(name): tensor.update.settings for name, tensor in contents.tensors.items() if tensor.update}
+    left = contents.tensors.keys() - contents.trained.keys() - {*unloaded}
+    return [
+        name
+        for name, tensor in contents.tensors.items()
+        if tensor.update is None and name in left and name.endswith(".weight")
+        and (settings := stacks.get(_stack(name))) and settings.targets(name.removesuffix(".weight"))
+    ]  # fmt: skip
+
+
+def _stack(name: str) -> str:
+    """Return ``name`` up to its last number, without the numbers."""
+    return re.sub(r"\d+", "*", name[: max((found.end() for found in re.finditer(r"\.\d+\.", name)), default=0)])
+
+
 def outermost(module: str) -> str:
     """Return the name of a module without PEFT's wrappers for several of its parameters."""
     return re.sub(r"(\.base_layer)+$", "", module)

@@ -250,6 +250,25 @@ def test_an_adapter_beside_the_default_one(base: Path, tmp_path: Path) -> None:
     assert not torch.equal(load_weights(tmp_path / "second")[QUERY], load_weights(base)[QUERY])
 
 
+@pytest.mark.parametrize("lost", ["", "layers.1", "v_proj"])
+def test_an_adapter_that_lacks_layers(lost: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    deep = LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "num_hidden_layers": 3}))
+    deep.save_pretrained(base)
+    chosen = LoraConfig(target_modules=["q_proj", "v_proj"], layers_to_transform=None if lost else [0])
+    get_peft_model(deep, chosen).save_pretrained(place := tmp_path / "adapter")
+    held = load_file(place / "adapter_model.safetensors")
+    save_file(
+        {n: weight for n, weight in held.items() if not lost or lost not in n}, place / "adapter_model.safetensors"
+    )
+    receipt = consolidate(place, tmp_path / "model", base=base)
+    names = {
+        "layers.1": ["2 weights", "layers.1.self_attn.q_proj"],
+        "v_proj": ["3 weights", "layers.0.self_attn.v_proj"],
+    }
+    found = [one for one in receipt.warnings if one in caplog.messages] if receipt else []
+    assert [all(word in one for word in names[lost]) for one in found] == ([True] if lost else [])
+
+
 def test_a_tie_that_base_and_checkpoint_store_twice(base: Path, tmp_path: Path) -> None:
     config = LlamaConfig(**{**SHAPE.to_dict(), "tie_word_embeddings": True})
     weights = {name: held.clone() for name, held in LlamaForCausalLM(config).state_dict().items()}
