@@ -160,7 +160,7 @@ def test_the_training_requests_as_many_gpus_on_each_node(cluster: Cluster, optio
 ELSEWHERE = {
     ("config/models.py", "gpus-per-node"), ("config/models.py", "gres"), ("doctor/cluster_file.py", "gres"),  # gpu_request
     ("core/environment.py", "exclude"),  # an option of git
-    ("launch/stage_jobs.py", "account"),  # a part of the executor's command
+    ("launch/stage_jobs.py", "account"), ("doctor/login.py", "account"),  # of the executor's command, and of a shell
 }  # fmt: skip
 COMMON_WORDS = {"comment", "gpus", "nodes", "partition", "qos", "time"}
 
