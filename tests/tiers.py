@@ -117,8 +117,9 @@ GROUPS = {
         f"workflow/test_{name}.py": "shared checkout"
         for name in ("nvme", "script", "strategies", "submission_limit")
     },
+    **{f"workflow/test_{name}.py": name for name in ("families", "local", "reruns")},
 }  # fmt: skip
-"""Groups of tests that share an expensive fixture, by the beginning of their files below ``tests``."""
+"""Groups of tests that share an expensive fixture or take minutes, by the beginning of their files below ``tests``."""
 
 FAULTS = re.compile(r"(cluster/test_faults\.py)::\w+\[(\w+)")
 """Tests of one strategy share its undisturbed training."""
