@@ -2,9 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests on Slurm mostly wait, so a third process has work to do on two cores.
-PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
 EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not families and not models and not gpu_kit and not install and not tokenizers
 # JUnit reports.
@@ -92,7 +91,7 @@ test: check
 
 # The other tests. With CI=true without the longest (tests/tiers.py), so that CI ends within 45 minutes.
 test-all: install-test test-fake-cuda .venv/bitsandbytes
-	$(PYTEST_ALL) -m "full and $(EXTRA)$(if $(CI), and not long)" --junit-xml=$(REPORTS)/test-all.xml
+	$(PYTEST) -m "full and $(EXTRA)$(if $(CI), and not long)" --junit-xml=$(REPORTS)/test-all.xml
 
 unit: install-test
 	$(PYTEST) tests/unit
@@ -155,7 +154,7 @@ test-two-users: install-test
 # Every kind of fault, on three three-node Slurms side by side.
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/workflow
-	$(PYTEST_ALL) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml
+	$(PYTEST) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml
 	$(BIN)/python -m tools.fault_matrix $(REPORTS)/faults.xml benchmarks/results
 
 # A rank is killed at every write of a save.
