@@ -20,9 +20,9 @@ PROJECT = packed if (packed := _PACKAGE / "project").is_dir() else _PACKAGE.pare
 
 
 def unset_variable(text: str) -> str:
-    """Return the first environment variable in ``text`` that is not set in this process; empty if all are."""
-    found = re.search(r"\$(?:(\w+)|\{(\w+)\})", os.path.expandvars(text))
-    return found[1] or found[2] if found else ""
+    """Return the first environment variable in ``text`` that is not set in this process, or empty; else ""."""
+    names = (plain or braced for plain, braced in re.findall(r"\$(?:(\w+)|\{(\w+)\})", text))
+    return next((name for name in names if not os.environ.get(name)), "")
 
 
 def scratch_folder(scratch: str) -> Path:
@@ -31,7 +31,7 @@ def scratch_folder(scratch: str) -> Path:
     If the folder does not exist, as on a login node or in a job that requests no local disk, it is the temporary one.
     """
     folder = Path(os.path.expandvars(scratch))
-    return folder if folder.is_dir() else Path(tempfile.gettempdir())
+    return folder if folder.is_dir() and not unset_variable(scratch) else Path(tempfile.gettempdir())
 
 
 def kernel_caches(scratch: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import read_small
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention, head_limit
 from shardmake.config.models import Run
-from shardmake.core.errors import ModelError
+from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.composites import COMPOSITES, absent_towers, text_type
 from shardmake.memory.decoder_sizes import Decoder
@@ -278,22 +278,26 @@ def _check_tie(model: Model) -> None:
     if weights is None or not all((folder / name).is_file() for name in huggingface.shard_names(folder)):
         return
     ends = tuple(f"{head}.weight" for head in HEADS), (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
-    held = huggingface.read(folder).tensors.values()
+    try:
+        held = huggingface.read(folder).tensors.values()
+    except CheckpointError:  # such as files of an older torch, which transformers reads
+        return
     pair = [[one for one in held if one.pieces and f".{one.name}".endswith(end)] for end in ends]
-    if all(len(found) == 1 for found in pair) and len({_start(found[0]) for found in pair}) > 1:
+    is_alike = all(len(found) == 1 for found in pair) and pair[0][0].dtype == pair[1][0].dtype
+    if is_alike and len({_start(found[0]) for found in pair}) > 1:
         head, embedding = (found[0].name for found in pair)
         raise ModelError(
             f"Model cannot be trained: {model.source} ties {head} to {embedding}, but the files hold different values "
-            'for them. Write "tie_word_embeddings": false into a copy of config.json, beside model_type, and name '
-            "its folder."
+            "for them. Copy the folder, and name the copy, in whose config.json you have written "
+            '"tie_word_embeddings": false beside model_type.'
         )
 
 
-def _start(tensor: StoredTensor) -> tuple[str, bytes]:
-    """Return the type of a tensor and its first bytes."""
+def _start(tensor: StoredTensor) -> bytes:
+    """Return the first bytes of a tensor."""
     piece = tensor.pieces[0]
     size = min(_SAMPLE, piece.count * ITEM_SIZE[tensor.dtype])
-    return tensor.dtype, read_small(piece.record.path, piece.record.offset + piece.start, size)
+    return read_small(piece.record.path, piece.record.offset + piece.start, size)
 
 
 _SAMPLE = 1 << 20

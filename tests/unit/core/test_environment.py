@@ -67,6 +67,8 @@ def test_a_machine_without_the_scratch_folder_compiles_in_its_temporary_one(
         monkeypatch.setenv("SLURM_JOB_ID", job)
         caches = kernel_caches(f"{tmp_path}/job-${{SLURM_JOB_ID}}")
         assert Path(caches["TRITON_CACHE_DIR"]) == folder / f"shardmake-{os.getuid()}/triton"
+    monkeypatch.setenv("TMPDIR", "")  # not the current folder
+    assert Path(kernel_caches("$TMPDIR")["TRITON_CACHE_DIR"]).is_relative_to(tmp_path)
 
 
 def test_each_user_has_a_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

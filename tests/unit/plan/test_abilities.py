@@ -199,9 +199,8 @@ def test_a_head_in_the_files_that_the_config_ties_must_be_the_embedding(
     monkeypatch.setattr(abilities, "_ask", lambda *_, **__: {})
     text = {**SIZES, "model_type": "mistral"}
     whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
-    (tmp_path / "config.json").write_text(
-        json.dumps(whole if kind == "mistral3" else {**LLAMA, "tie_word_embeddings": True})
-    )
+    config = whole if kind == "mistral3" else {**LLAMA, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     names = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
     for values in (torch.ones(2), torch.arange(2)):
         weights = dict(zip(names, values.float()[:, None, None].expand(2, 320, 64).contiguous().unbind(), strict=True))
@@ -209,8 +208,19 @@ def test_a_head_in_the_files_that_the_config_ties_must_be_the_embedding(
         model = read_model(str(tmp_path))
         if values[0]:
             assert find_abilities(model, make_run()).attention
-    with pytest.raises(ModelError, match=rf"ties {names[0]} to {names[1]}, but .* different .* Write \"tie_word_emb"):
+    with pytest.raises(
+        ModelError, match=rf"ties {names[0]} to {names[1]}, but .* different .* \"tie_word_embeddings\": f"
+    ):
         find_abilities(model, make_run())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert find_abilities(read_model(str(tmp_path)), make_run()).attention
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: weights[name].to(dtype) for name, dtype in zip(names, (torch.float32, torch.bfloat16), strict=True)},
+        tmp_path / "model.safetensors",
+    )
+    assert find_abilities(model, make_run()).attention, "values of two types are not compared"
 
 
 def test_another_spelling_of_the_class(tmp_path: Path) -> None:
