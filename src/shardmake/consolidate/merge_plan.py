@@ -52,9 +52,8 @@ def resolve_ties(
                 value, base = found.get(name), before[other]
                 if base is not None and (value is None or not value.pieces):
                     found[name] = replace(base, name=name, update=value.update if value else None)
-            if (update := found[owner].update) and _changes_alias(found[alias], found[owner]):
-                rows = replace(update, module=alias.removesuffix(".weight"))
-                found[alias] = replace(found[alias], update=rows)
+            if {*pair} <= found.keys():
+                found[alias] = _with_rows(found[alias], found[owner])
     always = {alias: owner for alias, owner in untied.items() if alias.endswith(_SHARED)}
     if always or (untied and not untie):
         alias, owner = next(iter((always or untied).items()))
@@ -71,9 +70,16 @@ def resolve_ties(
     return replace(contents, tensors=found, aliases={}), untied
 
 
-def _changes_alias(alias: StoredTensor, owner: StoredTensor) -> bool:
-    """Return True if PEFT also gives the alias the trained rows of the owner."""
-    return alias.update is None and isinstance(owner.update, lora.TokenUpdate)
+def _with_rows(alias: StoredTensor, owner: StoredTensor) -> StoredTensor:
+    """Return ``alias`` with the trained rows of ``owner``, which PEFT gives it unless it has some itself."""
+    if not isinstance(owner.update, lora.TokenUpdate) or isinstance(alias.update, lora.TokenUpdate):
+        return alias
+    if alias.update is not None:
+        raise CheckpointError(
+            f"Cannot merge the adapter: it changes {alias.name}, which also gets the trained rows of {owner.name}, "
+            "because the config ties them. PEFT's own merge loses these rows: load base model and adapter with PEFT."
+        )
+    return replace(alias, update=replace(owner.update, module=alias.name.removesuffix(".weight")))
 
 
 def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
@@ -89,7 +95,7 @@ def _have_same_change(alias: StoredTensor, owner: StoredTensor, *, is_apart: boo
     PEFT gives trained rows of the owner, the input embedding, to the alias as well, but not those of the alias back.
     """
     rows = [tensor.update.rows for tensor in (alias, owner) if isinstance(tensor.update, lora.TokenUpdate)]
-    if (not rows and not is_apart) or _changes_alias(alias, owner):
+    if (not rows and not is_apart) or (alias.update is None and rows):
         return True
     mine, its = (tensor.update.parts if tensor.update else {} for tensor in (alias, owner))
     same_parts = mine.keys() == its.keys() and all(have_same_bytes(mine[part], its[part]) for part in mine)

@@ -164,6 +164,13 @@ def test_a_head_that_the_base_models_files_untie_stays_apart(values: dict[str, A
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def test_an_adapted_head_that_gets_rows_of_the_embedding_is_refused(tmp_path: Path) -> None:
+    model = base_model(tie_word_embeddings=True)
+    trained = make_adapter(tmp_path, model, target_modules=["lm_head"], trainable_token_indices=[3])
+    with pytest.raises(CheckpointError, match=r"changes lm_head\.weight, which also gets .* rows of model\.embed_tok"):
+        away(tmp_path, trained, allow=["untied"])
+
+
 def test_an_embedding_that_encoder_and_decoder_share_is_refused(tmp_path: Path) -> None:
     """No config of T5 unties them, so that --allow untied is not the advice."""
     sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
