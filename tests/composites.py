@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from tests.mixtures import SIZES, save_model
@@ -37,5 +38,10 @@ def composite_config(model_type: str) -> PreTrainedConfig:
 def save_composite(model_type: str, tokenizer: Path, folder: Path) -> Path:
     """Write a random composite to ``folder``, with a file of an image processor beside it, and return the folder."""
     save_model(composite_config(model_type), tokenizer, folder)
+    if model_type == "mistral3":  # as published: its files hold the head that its class ties
+        weights = load_file(folder / "model.safetensors")
+        embedding = weights["language_model.model.embed_tokens.weight"]
+        weights["language_model.lm_head.weight"] = embedding.flip(0).contiguous()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
     return folder

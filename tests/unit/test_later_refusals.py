@@ -56,7 +56,8 @@ ROWS: dict[Why | str, str] = {
         checkpoint/formats/zero.py checkpoint/formats/zero_files.py checkpoint/reshard/convert.py
         checkpoint/reshard/states.py
         consolidate/loading.py:check_loading consolidate/merge_plan.py:MergePlan.check
-        consolidate/merge_plan.py:_refuse_misfits consolidate/merge_plan.py:resolve_ties
+        consolidate/merge_plan.py:_refuse_misfits consolidate/merge_plan.py:_with_rows
+        consolidate/merge_plan.py:resolve_ties
         consolidate/peft_check.py consolidate/scan.py consolidate/source_checks.py
         consolidate/stage.py:_convert consolidate/stage.py:final_checkpoint consolidate/stream.py
         consolidate/verify.py consolidate/writer.py evaluate/preferences.py:score_rewards

@@ -2,20 +2,18 @@
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
 from shardmake.checkpoint.formats import huggingface, lora
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, check_target
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor, are_apart, have_same_bytes
+from shardmake.checkpoint.formats.dtypes import Target, check_target
 from shardmake.checkpoint.formats.hub_layout import in_hub_layout
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
-from shardmake.checkpoint.formats.torch_zip_reader import read_small
-from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
@@ -27,7 +25,6 @@ from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.core.units import parse_size, plural
 from shardmake.run.model_class import OLD_HEAD, ModelClass
 
-_BLOCK = 1 << 20
 _SHARED = ".embed_tokens.weight"
 """End of the alias if encoder and decoder share their embedding, as in T5; other aliases are heads."""
 
@@ -46,7 +43,7 @@ def resolve_ties(
         alias, owner = pair
         held = [found[name] for name in pair if name in found and alias != owner]
         apart = [name for name in pair if name in trained]
-        if len(held) == 2 and _have_same_bytes(*held) and _have_same_change(*held, is_apart=bool(apart)):
+        if len(held) == 2 and have_same_bytes(*held) and _have_same_change(*held, is_apart=bool(apart)):
             del found[alias]
         elif len(held) == 2 or (held and apart):
             untied[alias] = owner
@@ -55,6 +52,8 @@ def resolve_ties(
                 value, base = found.get(name), before[other]
                 if base is not None and (value is None or not value.pieces):
                     found[name] = replace(base, name=name, update=value.update if value else None)
+            if {*pair} <= found.keys():
+                found[alias] = _with_rows(found[alias], found[owner])
     always = {alias: owner for alias, owner in untied.items() if alias.endswith(_SHARED)}
     if always or (untied and not untie):
         alias, owner = next(iter((always or untied).items()))
@@ -69,6 +68,18 @@ def resolve_ties(
         )
     _refuse_misfits(found.values())
     return replace(contents, tensors=found, aliases={}), untied
+
+
+def _with_rows(alias: StoredTensor, owner: StoredTensor) -> StoredTensor:
+    """Return ``alias`` with the trained rows of ``owner``, which PEFT gives it unless it has some itself."""
+    if not isinstance(owner.update, lora.TokenUpdate) or isinstance(alias.update, lora.TokenUpdate):
+        return alias
+    if alias.update is not None:
+        raise CheckpointError(
+            f"Cannot merge the adapter: it changes {alias.name}, which also gets the trained rows of {owner.name}, "
+            "because the config ties them. PEFT's own merge loses these rows: load base model and adapter with PEFT."
+        )
+    return replace(alias, update=replace(owner.update, module=alias.name.removesuffix(".weight")))
 
 
 def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
@@ -87,29 +98,8 @@ def _have_same_change(alias: StoredTensor, owner: StoredTensor, *, is_apart: boo
     if (not rows and not is_apart) or (alias.update is None and rows):
         return True
     mine, its = (tensor.update.parts if tensor.update else {} for tensor in (alias, owner))
-    same_parts = mine.keys() == its.keys() and all(_have_same_bytes(mine[part], its[part]) for part in mine)
+    same_parts = mine.keys() == its.keys() and all(have_same_bytes(mine[part], its[part]) for part in mine)
     return same_parts and rows[:1] == rows[1:]
-
-
-def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return True if two tensors hold the same bytes; tensors with different pieces count as different."""
-    layouts = [
-        (tensor.dtype, tensor.shape, [(piece.at, piece.count, piece.runs, piece.stride) for piece in _in_order(tensor)])
-        for tensor in (one, other)
-    ]
-    return layouts[0] == layouts[1] and all(a == b for a, b in zip(_blocks(one), _blocks(other), strict=True))
-
-
-def _in_order(tensor: StoredTensor) -> list[Piece]:
-    return sorted(tensor.pieces, key=lambda piece: piece.at)
-
-
-def _blocks(tensor: StoredTensor) -> Iterator[bytes]:
-    """Yield the bytes of the pieces in the order of their elements."""
-    for piece in _in_order(tensor):
-        record, size = locate(piece.record, tensor.dtype), piece.numel * ITEM_SIZE[tensor.dtype]
-        for at in range(0, size, _BLOCK):
-            yield read_small(record.path, record.offset + piece.start + at, min(_BLOCK, size - at))
 
 
 logger = logging.getLogger(__name__)
@@ -182,7 +172,7 @@ class MergePlan:
         """
         if self.base is None or self.is_adapter or huggingface.find_weight_files(self.base) != MODEL:
             return False
-        if not all((self.base / name).is_file() for name in huggingface.shard_names(self.base)):
+        if not huggingface.is_complete(self.base):
             return False  # only the small files were fetched
         config = read_object(config_folder([*checkpoint_folders(self.contents), self.base]) / "config.json")
         if OLD_HEAD in self.stored and config.get("tie_word_embeddings") is not False:
@@ -221,8 +211,19 @@ class MergePlan:
             lines = (f"  {line}." for line in [*advice, *problems[:_MAX_LINES], *more])
             headline = f"{self.contents.folder} does not fit the model's config.json:"
             raise CheckpointError("\n".join([headline, *lines]))
-        contents, untied = resolve_ties(self.contents, loading.ties_in_files, untie="untied" in self.allow)
+        ties = loading.ties_in_files
+        untie = "untied" in self.allow or self._base_unties(ties)
+        contents, untied = resolve_ties(self.contents, ties, untie=untie)
         return replace(self, contents=contents, untied={**self.untied, **untied})
+
+    def _base_unties(self, ties: Iterable[tuple[str, str]]) -> bool:
+        """Return True if the base model's files hold other values for both of two tied weights: transformers unties
+        them.
+        """
+        if self.base is None or not huggingface.is_complete(self.base):
+            return False
+        held = huggingface.read(self.base).tensors
+        return any(are_apart(held[alias], held[owner]) for alias, owner in ties if {alias, owner} <= held.keys())
 
     def _advice(self, loading: LoadingReport) -> list[str]:
         """Return what to do about the problems, where that is known."""

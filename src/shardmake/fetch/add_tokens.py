@@ -17,6 +17,8 @@ from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.units import plural
 from shardmake.fetch.copied_base import copy_small_files, new_model, reader, refuse_existing, write_weights
 from shardmake.memory.parameter_inventory import build
+from shardmake.memory.read_config import read_model
+from shardmake.run.model_class import TIE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +50,8 @@ def add_tokens(
     tokenizer.add_tokens(new, special_tokens=special)
     size = max(tokenizer.get_vocab().values()) + 1
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    if read_model(str(source), trust_remote_code=trust_remote_code).untied:
+        config[TIE] = False  # transformers' resize would tie the head again
     tensors = huggingface.read(source).tensors
     made, changed = _resized(source, config, tensors, size, trust_remote_code)
     config |= {key: value for key, value in changed.items() if key in config}

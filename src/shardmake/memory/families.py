@@ -13,7 +13,7 @@ from shardmake.config.attention import KERNELS, Attention
 from shardmake.memory import latent_attention
 from shardmake.memory.decoder_sizes import Decoder, Style
 from shardmake.memory.decoder_tensors import decoder_tensors
-from shardmake.memory.layer_sizes import LayerSizes, gemma4, hybrid
+from shardmake.memory.layer_sizes import LayerSizes, gemma4, hybrid, of_full_attention
 from shardmake.memory.linear_attention import LINEAR_SIZES
 from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Model, ParameterSpec, is_head
 
@@ -127,7 +127,7 @@ FAMILIES: dict[str, Family] = {
         **_GEMMA2, qk_norm="head", full_every=6, layer_sizes=gemma4,
         value_norm=True, layer_scalar=True, layer="TextDecoderLayer", last_is_full=True,
         plain={"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "sliding_window_pattern": 6}
-        | dict.fromkeys(("num_kv_shared_layers", "enable_moe_block", "per_layer_config")),
+        | dict.fromkeys(("num_kv_shared_layers", "enable_moe_block")),
     ),
     "granite": Family("Granite", {}, _MLP_BIAS, scaled_branches=True),
     "ministral": Family("Ministral", _defaults(8), _NO_BIAS, always_two_masks=True),
@@ -223,7 +223,8 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     """Return the family of a config.json of text alone; None if it is not written down."""
     family = FAMILIES.get(str(config.get("model_type")))
     values = _filled(family, config) if family else {}
-    if family is None or any(values.get(key) and values[key] != value for key, value in family.plain.items()):
+    plain = {"per_layer_config": None, **family.plain} if family else {}
+    if family is None or any(values.get(key) and values[key] != value for key, value in plain.items()):
         return None
     listed = [config[key] for key in LISTED if config.get(key) and (family.full_every or family.rotates != "all")]
     layers = config.get("num_hidden_layers")
@@ -331,7 +332,9 @@ def _count(values: Mapping[str, Any]) -> Any:
 
 def _filled(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``config`` with the defaults of ``family`` for what it leaves open."""
-    return {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    values = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    by_layer = family.layer_sizes is gemma4 and values.get("per_layer_config")
+    return values | (of_full_attention(values) if by_layer else {})
 
 
 def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:

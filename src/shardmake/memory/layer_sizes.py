@@ -7,6 +7,7 @@ from typing import Any
 from shardmake.memory.decoder_sizes import Decoder
 from shardmake.memory.linear_attention import LinearAttention
 
+_HEADS, _FULL_HEADS = "num_key_value_heads", "num_global_key_value_heads"
 LayerSizes = Callable[[Decoder, Mapping[str, Any], Sequence[str]], Decoder]
 """A function from the sizes of a model, its config and each layer's kind of attention to the sizes with all layers."""
 
@@ -15,7 +16,7 @@ def gemma4(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) ->
     """Return ``decoder`` with wider heads in layers that attend to all tokens, whose keys may be their values, too."""
     width, shares = values["global_head_dim"], bool(values.get("attention_k_eq_v"))
     decoder = replace(decoder, caps_logits=values.get("final_logit_softcapping") is not None)
-    heads = (shares and values.get("num_global_key_value_heads")) or decoder.k
+    heads = (shares and values.get(_FULL_HEADS)) or decoder.k
     full = replace(decoder, k=heads, d=width, rotated=width, shares_keys=shares)
     of_kinds = {kind: decoder if kind == "sliding_attention" else full for kind in kinds}
     tables = sum(one.rotated for one in of_kinds.values())
@@ -26,3 +27,19 @@ def hybrid(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) ->
     """Return ``decoder`` with linear attention in all layers but those that attend to all tokens."""
     linear = replace(decoder, linear=LinearAttention.read(values, decoder.projections))
     return replace(linear, of_layers=tuple(decoder if kind == "full_attention" else linear for kind in kinds))
+
+
+def of_full_attention(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of Gemma 4's full attention, which transformers 5.23 saves for each layer that has it.
+
+    Empty if ``per_layer_config`` has other sizes.
+    """
+    layers, kinds = values["per_layer_config"], values.get("layer_types")
+    if not isinstance(layers, Mapping) or not isinstance(kinds, list):
+        return {}
+    sizes = next(iter(layers.values()), None)
+    names = {"head_dim": "global_head_dim"} | ({_HEADS: _FULL_HEADS} if values.get("attention_k_eq_v") else {})
+    full = dict.fromkeys((str(index) for index, kind in enumerate(kinds) if kind == "full_attention"), sizes)
+    if layers != full or not isinstance(sizes, Mapping) or not {"head_dim"} <= sizes.keys() <= names.keys():
+        return {}
+    return {"per_layer_config": None, **{names[name]: size for name, size in sizes.items()}}

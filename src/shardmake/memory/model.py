@@ -72,6 +72,8 @@ class Model:
     """A number for each layer, the same for layers that are alike; empty if that is not known."""
     whole: int | None = None
     """Elements of the whole model if this is the part that a tensor-parallel rank holds."""
+    untied: bool = False
+    """config.json ties the head to the embedding, but the files hold both: transformers does not tie them."""
 
     @cached_property
     def parameters(self) -> int:

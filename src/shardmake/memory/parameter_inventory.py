@@ -13,7 +13,7 @@ from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
 from shardmake.memory.model import ParameterSpec, has_own_class
-from shardmake.run.model_class import ModelClass
+from shardmake.run.model_class import TIE, ModelClass
 from shardmake.run.text_part import composite_class
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
 
     if trust_remote_code and config.get("auto_map"):
         try:
-            return AutoConfig.from_pretrained(Path(source).parent, trust_remote_code=True)
+            changes = {TIE: config[TIE]} if TIE in config else {}  # it may be untied (`Model.untied`)
+            return AutoConfig.from_pretrained(Path(source).parent, trust_remote_code=True, **changes)
         except Exception as error:  # the code may be elsewhere on the hub, need other packages, or raise anything
             raise ModelError(
                 f"{source}: the model's own code cannot be loaded ({type(error).__name__}: {error}). Download it with "

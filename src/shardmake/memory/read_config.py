@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardmake.core.errors import ModelError
+from shardmake.checkpoint.formats import huggingface
+from shardmake.checkpoint.formats.contents import are_apart
+from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.composites import COMPOSITES, text_part
 from shardmake.memory.families import (
@@ -22,8 +24,9 @@ from shardmake.memory.families import (
     gives_sizes,
     written_down,
 )  # fmt: skip
-from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
+from shardmake.memory.model import HEADS, INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
 from shardmake.memory.parameter_inventory import causal_class
+from shardmake.run.model_class import TIE
 
 COUNTS = ("sliding_window", "num_experts_per_tok", "num_local_experts", "num_experts", "n_routed_experts")
 """Whole numbers with one meaning for all models; no value, 0 and false mean that the model has no such part."""
@@ -39,7 +42,12 @@ def read_model(source: str, *, revision: str | None = None, trust_remote_code: b
     The config.json of a hub id is downloaded unless it is in the local cache.
     """
     path = find_config(source, revision)
-    return from_config(_read_config(path), source=str(path), trust_remote_code=trust_remote_code)
+    config = _read_config(path)
+    model = from_config(config, source=str(path), trust_remote_code=trust_remote_code)
+    if not _has_own_head(model, path.parent):
+        return model
+    untied = from_config({**config, TIE: False}, source=str(path), trust_remote_code=trust_remote_code)
+    return replace(untied, untied=True)
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_code: bool = False) -> Model:
@@ -52,6 +60,21 @@ def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_cod
         if (model := text_part(config, source)) is not None:
             return model
     return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
+
+
+def _has_own_head(model: Model, folder: Path) -> bool:
+    """Return True if the files in ``folder`` hold a head that is not the embedding, although the config ties them.
+
+    transformers unties the two when it has read both (Mistral Small 3.1, whose config leaves it to its class).
+    """
+    try:
+        held = huggingface.read(folder).tensors.values() if model.tied and huggingface.is_complete(folder) else ()
+    except CheckpointError:  # such as files of an older torch, which transformers reads
+        return False
+    ends = tuple(".".join(["", *it.name.split(".")[-2:]]) for it in model.tensors if it.kind == "embedding")
+    heads = [one for one in held if f".{one.name}".endswith(tuple(f".{head}.weight" for head in HEADS))]
+    owners = [one for one in held if f".{one.name}".endswith(ends) and [one.shape] == [head.shape for head in heads]]
+    return len(owners) == 1 and are_apart(heads[0], owners[0])
 
 
 def _kind_of_adapters(folder: Path) -> str:

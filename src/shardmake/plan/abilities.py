@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import StoredTensor
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import read_small
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention, head_limit
 from shardmake.config.models import Run
-from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.composites import COMPOSITES, absent_towers, text_type
 from shardmake.memory.decoder_sizes import Decoder
 from shardmake.memory.families import FAMILIES, NOT_TAKEN
-from shardmake.memory.model import HEADS, Model, inventory_request
+from shardmake.memory.model import Model, inventory_request
 from shardmake.run.model_class import is_same_class
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
@@ -102,7 +99,6 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
         _check_names(model.text_config, model.source)
-    _check_tie(model)
     if model.decoder is None or not _is_known(model):
         abilities = _of_class(model, run)
     else:
@@ -265,42 +261,6 @@ def check_class(config: Any, trained: str, source: str) -> None:
             f"{trained}. Some weights of that class would be missing or left over. Name a model that was saved as "
             f"{trained}."
         )
-
-
-def _check_tie(model: Model) -> None:
-    """Raise a `ModelError` if the files beside config.json hold a head that is not the embedding, as the config says.
-
-    transformers unties the two where it reads the files, but not where it builds the model from the config or under
-    ZeRO-3: the ranks would train different models.
-    """
-    folder = Path(model.source).parent
-    weights = huggingface.recognise(folder) if model.tied else None
-    if weights is None or not all((folder / name).is_file() for name in huggingface.shard_names(folder)):
-        return
-    ends = tuple(f"{head}.weight" for head in HEADS), (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
-    try:
-        held = huggingface.read(folder).tensors.values()
-    except CheckpointError:  # such as files of an older torch, which transformers reads
-        return
-    pair = [[one for one in held if one.pieces and f".{one.name}".endswith(end)] for end in ends]
-    is_alike = all(len(found) == 1 for found in pair) and pair[0][0].dtype == pair[1][0].dtype
-    if is_alike and len({_start(found[0]) for found in pair}) > 1:
-        head, embedding = (found[0].name for found in pair)
-        raise ModelError(
-            f"Model cannot be trained: {model.source} ties {head} to {embedding}, but the files hold different values "
-            "for them. Copy the folder, and name the copy, in whose config.json you have written "
-            '"tie_word_embeddings": false beside model_type.'
-        )
-
-
-def _start(tensor: StoredTensor) -> bytes:
-    """Return the first bytes of a tensor."""
-    piece = tensor.pieces[0]
-    size = min(_SAMPLE, piece.count * ITEM_SIZE[tensor.dtype])
-    return read_small(piece.record.path, piece.record.offset + piece.start, size)
-
-
-_SAMPLE = 1 << 20
 
 
 def _check_names(config: Mapping[str, Any], source: str) -> None:

@@ -50,6 +50,7 @@ class ResolvedRun:
             own_code=has_own_class(self.model.config, self.run.trust_remote_code),
             text_part=self.abilities.text_part,
             new_head=OBJECTIVES[self.run.objective].new_head,
+            untied=self.model.untied,
         )
         return Workload(**shared | {"model_class": found, "attention": self.attention})
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _SHOWN_NAMES = 3
 OLD_HEAD = "lm_head.weight"
 """The head over the vocabulary in the families of `shardmake.memory.families`."""
+TIE = "tie_word_embeddings"
+"""Key of config.json: head and embedding are one weight."""
 
 
 def is_same_class(one: str, other: str) -> bool:
@@ -42,10 +44,15 @@ class ModelClass(RunRecord):
         "", "Layer of one output that replaces the base model's head over the vocabulary; empty: none does."
     )
 
+    untied: bool = optional(
+        False, "Its config.json ties the head to the embedding, but its files hold both, and so does the model."
+    )
+
     @property
     def config_changes(self) -> dict[str, Any]:
         """Return what differs from the base model's config.json, as keyword arguments of ``from_pretrained``."""
-        return {"num_labels": 1, "architectures": [self.name]} if self.new_head else {}
+        changes: dict[str, Any] = {"num_labels": 1, "architectures": [self.name]} if self.new_head else {}
+        return changes | ({TIE: False} if self.untied else {})
 
     def find(self) -> Any:
         """Return the class, or transformers' AutoModelForCausalLM, which imports code that lies beside config.json.
@@ -81,7 +88,7 @@ class ModelClass(RunRecord):
         Raises:
             ModelError: A weight is missing, left over or of another shape, or the code defines another class.
         """
-        return self._checked(load_complete(self.find(), model, **options), model)
+        return self._load(model, None, options)
 
     def load_base(self, model: str, **options: Any) -> "PreTrainedModel":
         """Return the base model at ``model`` in this class, with random weights in a new head; else as `load`.
@@ -89,12 +96,10 @@ class ModelClass(RunRecord):
         Raises:
             ModelError: The weights are not those of the class, apart from its new head and the head that it replaces.
         """
-        if not self.new_head:
-            return self.load(model, **options)
-        heads = Heads(f"{self.new_head}.weight", OLD_HEAD)
-        return self._checked(load_complete(self.find(), model, heads, **self.config_changes, **options), model)
+        return self._load(model, Heads(f"{self.new_head}.weight", OLD_HEAD) if self.new_head else None, options)
 
-    def _checked(self, network: "PreTrainedModel", model: str) -> "PreTrainedModel":
+    def _load(self, model: str, heads: Heads | None, options: dict[str, Any]) -> "PreTrainedModel":
+        network = load_complete(self.find(), model, heads, **self.config_changes, **options)
         if type(network).__name__ != self.name:
             raise ModelError(
                 f"{model} is of the class {type(network).__name__}, and the plan is for {self.name}. "

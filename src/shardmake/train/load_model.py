@@ -293,7 +293,8 @@ def _spread_experts(settings: TrainingSettings, options: dict[str, Any]) -> PreT
     private(fsdp).get_fsdp_policy_kwargs = lambda _: {"mp_policy": policy} if policy else {}
     layout = DistributedConfig(fsdp_size=expected.world_size, ep_size=expected.expert_parallel)
     kind = settings.model.model_class.find()
-    base = load_complete(kind, settings.model.path, **options, distributed_config=layout)
+    changes = settings.model.model_class.config_changes
+    base = load_complete(kind, settings.model.path, **changes, **options, distributed_config=layout)
     private(base).is_distributed_loading_by_transformers = False
     del base.config.distributed_config
     return base

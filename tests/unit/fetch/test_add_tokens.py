@@ -24,6 +24,7 @@ NEW = ["<call>", "w3", "<result>", "<call>"]
 
 def configs() -> dict[str, Any]:
     own = {"tied": ("qwen2", {"tie_word_embeddings": True}), "untied": ("llama", {}), "biased head": ("phi", {})}
+    own["head apart"] = own["untied"]
     own |= {
         "other names": ("gpt_neox", {}),
         "wide": ("gemma3n_text", {"vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}),
@@ -57,6 +58,9 @@ def test_the_model_is_that_of_transformers_resize(case: str, tmp_path: Path, mon
     expected, first = kind.from_pretrained(base, dtype="auto"), len(AutoTokenizer.from_pretrained(base))
     torch.manual_seed(SEED)
     expected.resize_token_embeddings(first + 2)
+    if case == "head apart":
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     add_tokens(base, out, NEW, special=case == "tied")
     found, info = kind.from_pretrained(out, dtype="auto", output_loading_info=True)
     assert not any(info.values())

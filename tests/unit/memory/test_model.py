@@ -15,6 +15,8 @@ from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
 
 NO_INPUTS = {"hidden_size_per_layer_input": 0}
+SAVED = {"layer_types": ["sliding_attention", "full_attention"]}
+WIDE, FEW = {"1": {"head_dim": 24}}, {"1": {"head_dim": 24, "num_key_value_heads": 1}}
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
@@ -36,6 +38,8 @@ VARIANTS = [
     {"model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 6},
     {"model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, **NO_INPUTS, "num_hidden_layers": 7},
     {"model_type": "gemma4_text", "num_global_key_value_heads": 1, "attention_k_eq_v": True, **NO_INPUTS},
+    {"model_type": "gemma4_text", "attention_k_eq_v": True, **NO_INPUTS, **SAVED, "per_layer_config": WIDE | FEW},
+    {"model_type": "gemma4_text", **NO_INPUTS, **SAVED, "per_layer_config": WIDE},
     {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
     {"model_type": "ministral", "head_dim": 16},
     {"model_type": "olmo2", "attention_bias": True},
@@ -110,7 +114,7 @@ def test_published_sizes() -> None:
 
 @pytest.mark.parametrize("more", [
     {"mlp_layer_types": ["sparse", "dense"]}, {"mlp_layer_types": ["dense"]}, {"mlp_layer_types": 1},
-    {"output_router_logits": True}, {"n_shared_experts": 0}, {"v_head_dim": "10"},
+    {"output_router_logits": True}, {"n_shared_experts": 0}, {"v_head_dim": "10"}, {"per_layer_config": WIDE},
     {"model_type": "dots1", "sliding_window": 64},
 ], ids=str)  # fmt: skip
 def test_a_model_that_its_family_does_not_describe_is_traced(more: dict) -> None:
@@ -121,8 +125,8 @@ def test_a_model_that_its_family_does_not_describe_is_traced(more: dict) -> None
 
 @pytest.mark.parametrize("change", [
     {"hidden_size_per_layer_input": None}, {"num_kv_shared_layers": 1}, {"enable_moe_block": True},
-    {"use_bidirectional_attention": "all"}, {"sliding_window_pattern": 2}, {"per_layer_config": {"0": {"head_dim": 8}}},
-    {"global_head_dim": 0},
+    {"use_bidirectional_attention": "all"}, {"sliding_window_pattern": 2}, {"global_head_dim": 0},
+    {"per_layer_config": {"0": {"head_dim": 8}}}, {**SAVED, "per_layer_config": FEW},
 ], ids=str)  # fmt: skip
 def test_a_gemma4_of_another_kind_is_built(change: dict) -> None:
     config = {**SIZES, "model_type": "gemma4_text", "use_bidirectional_attention": "vision", **NO_INPUTS}

@@ -25,6 +25,7 @@ from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.fetch import dequantize
 from shardmake.memory.composites import COMPOSITES
 from shardmake.memory.families import FAMILIES
+from shardmake.memory.model import is_head
 from shardmake.memory.read_config import from_config, read_model
 from shardmake.plan import abilities, inspect_model, resolve
 from shardmake.plan.abilities import Abilities, describe_quantized_base, find_abilities
@@ -189,38 +190,27 @@ def test_the_files_of_a_mixture_must_have_a_layout_of_a_merge(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("prefix", "kind"), [("", "llama"), ("language_model.", "mistral3")])
-def test_a_head_in_the_files_that_the_config_ties_must_be_the_embedding(
+def test_a_head_in_the_files_that_is_not_the_embedding_is_untied(
     prefix: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers trains both where it reads the files, and one where it builds the model from the config alone.
-
-    Mistral Small 3.1 has no ``tie_word_embeddings``, and in its class that is true by default.
-    """
+    """Mistral Small 3.1 has no ``tie_word_embeddings``, and in its class that is true by default."""
     monkeypatch.setattr(abilities, "_ask", lambda *_, **__: {})
     text = {**SIZES, "model_type": "mistral"}
     whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
     config = whole if kind == "mistral3" else {**LLAMA, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
-    for values in (torch.ones(2), torch.arange(2)):
-        weights = dict(zip(names, values.float()[:, None, None].expand(2, 320, 64).contiguous().unbind(), strict=True))
-        save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / "model.safetensors")
+    for values, kinds, apart in (
+        (torch.ones(2), (torch.float32,) * 2, False), (torch.arange(2), (torch.float32,) * 2, True),
+        (torch.arange(2), (torch.float32, torch.bfloat16), False),  # values of two types are not compared
+    ):  # fmt: skip
+        weights = values.float()[:, None, None].expand(2, 320, 64).contiguous().unbind()
+        held = {name: one.to(kind) for name, one, kind in zip(names, weights, kinds, strict=True)}
+        save_file({name: weight.clone() for name, weight in held.items()}, tmp_path / "model.safetensors")
         model = read_model(str(tmp_path))
-        if values[0]:
-            assert find_abilities(model, make_run()).attention
-    with pytest.raises(
-        ModelError, match=rf"ties {names[0]} to {names[1]}, but .* different .* \"tie_word_embeddings\": f"
-    ):
-        find_abilities(model, make_run())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    assert find_abilities(read_model(str(tmp_path)), make_run()).attention
-
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: weights[name].to(dtype) for name, dtype in zip(names, (torch.float32, torch.bfloat16), strict=True)},
-        tmp_path / "model.safetensors",
-    )
-    assert find_abilities(model, make_run()).attention, "values of two types are not compared"
+        assert model.untied is apart and model.tied is not apart
+        assert sum(is_head(tensor) for tensor in model.tensors) == apart
+        assert resolved(make_run(model=str(tmp_path))).workload.model_class.untied is apart
 
 
 def test_another_spelling_of_the_class(tmp_path: Path) -> None:

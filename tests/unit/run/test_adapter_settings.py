@@ -151,6 +151,26 @@ def test_states_of_the_whole_model_are_merged_as_by_peft(values: dict[str, Any],
     assert away(tmp_path, trained, allow=allow) < 1e-5
 
 
+@pytest.mark.parametrize("values", [
+    {}, {"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["embed_tokens"]},
+    {"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [3, 4]},
+], ids=str)  # fmt: skip
+def test_a_head_that_the_base_models_files_untie_stays_apart(values: dict[str, Any], tmp_path: Path) -> None:
+    base_model().save_pretrained(tmp_path / "apart")
+    config = json.loads((tmp_path / "apart" / "config.json").read_text())
+    (tmp_path / "apart" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    trained = make_adapter(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path / "apart"), **values)
+    assert away(tmp_path, trained) < 1e-5
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_an_adapted_head_that_gets_rows_of_the_embedding_is_refused(tmp_path: Path) -> None:
+    model = base_model(tie_word_embeddings=True)
+    trained = make_adapter(tmp_path, model, target_modules=["lm_head"], trainable_token_indices=[3])
+    with pytest.raises(CheckpointError, match=r"changes lm_head\.weight, which also gets .* rows of model\.embed_tok"):
+        away(tmp_path, trained, allow=["untied"])
+
+
 def test_an_embedding_that_encoder_and_decoder_share_is_refused(tmp_path: Path) -> None:
     """No config of T5 unties them, so that --allow untied is not the advice."""
     sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}

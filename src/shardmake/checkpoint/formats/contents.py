@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.checkpoint.formats.unpickle import Sized, TensorRef, numel, row_major
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord, read_small
+from shardmake.checkpoint.formats.unpickle import Sized, TensorRef, locate, numel, row_major
 from shardmake.core.errors import CheckpointError
 from shardmake.run.adapter_settings import AdapterSettings
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+_BLOCK = 1 << 20
 _MOST_PIECES = 1_000_000
 """Pieces of one box."""
 
@@ -273,3 +274,29 @@ def box_pieces(record: ZipRecord, start: int, itemsize: int, shape: Shape, box: 
         )
         for index, place in enumerate(itertools.product(*map(range, sizes[: inner - 1])))
     )
+
+
+def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return True if two tensors hold the same bytes; tensors with different pieces count as different."""
+    layouts = [
+        (tensor.dtype, tensor.shape, [(piece.at, piece.count, piece.runs, piece.stride) for piece in _in_order(tensor)])
+        for tensor in (one, other)
+    ]
+    return layouts[0] == layouts[1] and all(a == b for a, b in zip(_blocks(one), _blocks(other), strict=True))
+
+
+def are_apart(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return True if two tensors hold different values of one type; values of two types are not compared."""
+    return one.dtype == other.dtype and not have_same_bytes(one, other)
+
+
+def _in_order(tensor: StoredTensor) -> list[Piece]:
+    return sorted(tensor.pieces, key=lambda piece: piece.at)
+
+
+def _blocks(tensor: StoredTensor) -> Iterator[bytes]:
+    """Yield the bytes of the pieces in the order of their elements."""
+    for piece in _in_order(tensor):
+        record, size = locate(piece.record, tensor.dtype), piece.numel * ITEM_SIZE[tensor.dtype]
+        for at in range(0, size, _BLOCK):
+            yield read_small(record.path, record.offset + piece.start + at, min(_BLOCK, size - at))

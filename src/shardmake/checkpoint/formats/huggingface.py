@@ -78,6 +78,11 @@ def recognise(path: Path) -> Path | None:
     return path if find_weight_files(path) in (MODEL, MODEL_BIN) else None
 
 
+def is_complete(folder: Path) -> bool:
+    """Return True if ``folder`` holds a model's weights, and not their index alone."""
+    return recognise(folder) is not None and all((folder / name).is_file() for name in shard_names(folder))
+
+
 def recognise_adapter(path: Path) -> Path | None:
     """Return ``path`` if it holds a PEFT adapter's weights."""
     return path if (path / ADAPTER.single).is_file() or (path / ADAPTER_BIN.single).is_file() else None
