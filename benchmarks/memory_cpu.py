@@ -22,12 +22,11 @@ from shardmake.config.models import Cluster, Strategy
 from shardmake.core.units import MIB
 from shardmake.memory import host, states
 from shardmake.memory.buckets import read_buckets, zero_optimization
-from shardmake.memory.estimate import simulate
+from shardmake.memory.estimate import simulate, step_of
 from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
-from shardmake.memory.trace import events_of
 from shardmake.run.plan import Choice
 
 RANKS, BATCH, LENGTH, STEPS = 2, 1, 128, 3
@@ -159,7 +158,7 @@ def predict(strategy: Strategy, shared: int) -> dict[str, int]:
     )  # fmt: skip
     buckets = read_buckets(zero_section(strategy), model.hidden_size)
     offloaded = host.offloaded(scenario, buckets)
-    timeline = simulate(scenario, buckets, events_of(scenario))
+    timeline = simulate(scenario, buckets, step_of(scenario))
     return {
         "tensors": sum(states.resident(scenario, buckets).values()) + sum(offloaded.values()),
         "rss": timeline.resident() + sum(offloaded.values()) + host.CPU_PROCESS,

@@ -25,13 +25,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.published_models import CONFIGS
 from shardmake.core.units import GIB
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import simulate
+from shardmake.memory.estimate import simulate, step_of
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import CUBLAS
-from shardmake.memory.trace import events_of
 from shardmake.memory.tracer import materialize, prepare
 
 RANKS = 8
@@ -81,7 +80,7 @@ def scenario(case: Case) -> Scenario:
 
 def estimated(case: Case) -> int:
     """Return the most bytes of tensors at once in the simulated steps; the tracker counts no cuBLAS workspaces."""
-    timeline = simulate(scenario(case), Buckets(), events_of(scenario(case)))
+    timeline = simulate(scenario(case), Buckets(), step_of(scenario(case)))
     return max(peak.total for phase, peak in timeline.peaks.items() if phase != "load") - CUBLAS
 
 

@@ -48,9 +48,9 @@ class LoopMemory(ForeachMemory):
 
     _last: int | None = None
 
-    def gradient(self, name: str, size: int, key: int | None) -> bool:  # noqa: D102
+    def gradient(self, name: str, key: int | None) -> bool:  # noqa: D102
         if name != OUTPUT:
-            return super().gradient(name, size, key)
+            return super().gradient(name, key)
         self._last = key
         return True
 
@@ -247,7 +247,7 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
         self._gather(block)
         self._gather_ahead(block - 1)
 
-    def gradient(self, name: str, size: int, key: int | None) -> bool:
+    def gradient(self, name: str, key: int | None) -> bool:
         """Keep it until the backward pass of its unit has ended: the root's until all of them are there."""
         if key is None:
             return False

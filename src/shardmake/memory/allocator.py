@@ -50,18 +50,8 @@ class _Pool:
         self.blocks[key] = block
 
     def remove(self, block: _Block) -> None:
-        block.free = False
         key = block.size << NUMBER_BITS | block.number
-        del self.keys[bisect_left(self.keys, key)]
-        del self.blocks[key]
-
-    def take_best(self, size: int) -> _Block | None:
-        place = bisect_left(self.keys, size << NUMBER_BITS)
-        if place == len(self.keys):
-            return None
-        block = self.blocks.pop(self.keys.pop(place))
-        block.free = False
-        return block
+        del self.keys[bisect_left(self.keys, key)], self.blocks[key]
 
 
 class CachingAllocator:
@@ -71,29 +61,34 @@ class CachingAllocator:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.reserved = 0
-        self.peak = 0
+        self.reserved = self.peak = self._numbers = 0
         self._limit = limit
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._taken: dict[int, _Block] = {}
-        self._numbers = 0
 
     def alloc(self, key: int, size: int, stream: int = 0) -> None:
-        """Allocate ``size`` bytes under ``key``."""
+        """Allocate ``size`` bytes under ``key``; what remains of its block is a new one."""
         size = rounded(size)
         small = size <= SMALL
         if (pool := self._pools.get((stream, small))) is None:
             pool = self._pools[stream, small] = _Pool(ROUND if small else SMALL + 1)
-        block = pool.take_best(size) or self._segment(size, pool, small)
-        if block.size - size >= pool.least_rest:
-            self._split(block, size)
+        keys = pool.keys
+        place = bisect_left(keys, size << NUMBER_BITS)
+        block = pool.blocks.pop(keys.pop(place)) if place < len(keys) else self._segment(size, pool)
+        block.free = False
+        if (rest := block.size - size) >= pool.least_rest:
+            self._numbers += 1
+            tail = _Block(rest, pool, self._numbers, block, block.after)
+            if tail.after is not None:
+                tail.after.before = tail
+            block.size, block.after = size, tail
+            pool.put(tail)
         self._taken[key] = block
 
     def free(self, key: int) -> None:
-        """Free the block of ``key``."""
+        """Free the block of ``key``, and join it with free neighbours."""
         block = self._taken.pop(key)
-        pool = block.pool
-        after, before = block.after, block.before
+        pool, before, after = block.pool, block.before, block.after
         if after is not None and after.free:
             pool.remove(after)
             _join(block, after)
@@ -103,33 +98,21 @@ class CachingAllocator:
             block = before
         pool.put(block)
 
-    def _segment(self, size: int, pool: _Pool, small: bool) -> _Block:
+    def _segment(self, size: int, pool: _Pool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
-        length = SMALL_SEGMENT if small else large
+        length = SMALL_SEGMENT if size <= SMALL else large
         if self._limit is not None and self.reserved + length > self._limit:
             self._release()
         self.reserved += length
         self.peak = max(self.peak, self.reserved)
-        return self._block(length, pool)
+        self._numbers += 1
+        return _Block(length, pool, self._numbers)
 
     def _release(self) -> None:
         for pool in self._pools.values():
             for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
                 pool.remove(block)
                 self.reserved -= block.size
-
-    def _block(self, size: int, pool: _Pool) -> _Block:
-        self._numbers += 1
-        return _Block(size, pool, self._numbers)
-
-    def _split(self, block: _Block, size: int) -> None:
-        tail = self._block(block.size - size, block.pool)
-        tail.before, tail.after = block, block.after
-        if block.after is not None:
-            block.after.before = tail
-        block.after = tail
-        block.size = size
-        block.pool.put(tail)
 
 
 def _join(left: _Block, right: _Block) -> None:

@@ -10,6 +10,7 @@ Events, in order: ``alloc number bytes``, ``free number``, ``forward block``, ``
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from shardmake.memory import states
@@ -19,6 +20,7 @@ from shardmake.memory.states import EMBEDDING, HEAD, Unit
 from shardmake.memory.timeline import COMPUTE, Timeline
 
 StepEvents = Sequence[Sequence[Any]]
+StepParts = Sequence[Timeline | Sequence[Any]]
 FLAT = (
     "model buffers", "cuBLAS workspaces", "communication buffers", "persistent weights", "exchanged tokens",
     "gradients",
@@ -89,8 +91,8 @@ class DdpMemory:
     def start_backward(self) -> None:
         """Begin a backward pass."""
 
-    def gradient(self, name: str, size: int, key: int | None) -> bool:
-        """Take the complete gradient of ``name``, ``size`` bytes under ``key``; return True to keep it."""
+    def gradient(self, name: str, key: int | None) -> bool:
+        """Take the complete gradient of ``name`` under ``key``; return True to keep it."""
         if name in self.gradients or key is None:
             return False
         self.timeline.rename(key, "gradients")
@@ -119,40 +121,66 @@ class DdpMemory:
         self.gradients.clear()
 
 
-def replay(events: StepEvents, memory: DdpMemory, timeline: Timeline, last_block: int) -> None:
+def parts_of(events: StepEvents, last_block: int) -> StepParts:
+    """Return the ``events`` of a micro step for `replay`; those in a row that no sharding changes are one part.
+
+    The others are markers, and gradients of weights, which may be kept; each ends with the term of its memory.
+    """
+    freed = {event[1] for event in events if event[0] == "free"}
+    apart = {one[1] for one in events if one[0] == "grad" or (one[0] == "alloc" and one[1] not in freed)}
+    parts: list[Timeline | Sequence[Any]] = []
+    keys: dict[int, int] = {}
+    whole, timeline, term = Timeline(keys=count(-1, -1)), None, "activations"  # other keys are not negative
+    for event in events:
+        kind = event[0]
+        if kind in ("alloc", "free") and event[1] not in apart:
+            if timeline is None:
+                parts.append(timeline := Timeline(live=whole.live, keys=whole.keys))
+            if kind == "alloc":
+                keys[event[1]] = timeline.alloc(event[2], term)
+            else:
+                timeline.free(keys.pop(event[1]))
+            continue
+        parts.append([*event, term])
+        timeline = None
+        if kind == "forward end" and event[1] == last_block:
+            term = "logits and loss"
+        elif kind == "backward block":
+            term = "backward temporaries"
+    return parts
+
+
+def replay(parts: StepParts, memory: DdpMemory, timeline: Timeline, last_block: int) -> None:
     """Add one forward and backward pass to ``timeline``."""
     keys: dict[int, int] = {}
-    sizes: dict[int, int] = {}
     kept: set[int] = set()
-    term = "activations"
     timeline.enter("forward")
-    for event in events:
-        match event[0]:
+    for part in parts:
+        if isinstance(part, Timeline):
+            timeline.repeat(part)
+            continue
+        match part[0]:
             case "alloc":
-                keys[event[1]] = timeline.alloc(event[2], term)
-                sizes[event[1]] = event[2]
+                keys[part[1]] = timeline.alloc(part[2], part[-1])
             case "free":
-                if event[1] not in kept:
-                    timeline.free(keys.pop(event[1]))
+                if part[1] not in kept:
+                    timeline.free(keys.pop(part[1]))
             case "grad":
-                number, name = event[1], event[2]
-                if name in memory.scenario.split.frozen_names:  # of a traced step
+                if part[2] in memory.scenario.split.frozen_names:  # of a traced step
                     continue
-                if memory.gradient(name, sizes.get(number, 0), keys.get(number)):
-                    kept.add(number)
+                if memory.gradient(part[2], keys.get(part[1])):
+                    kept.add(part[1])
             case "forward":
-                memory.before_forward(event[1])
+                memory.before_forward(part[1])
             case "forward end":
-                memory.after_forward(event[1])
-                if event[1] == last_block:
+                memory.after_forward(part[1])
+                if part[1] == last_block:
                     memory.before_head()
-                    term = "logits and loss"
                     timeline.enter("cross entropy")
             case "backward":
                 memory.start_backward()
             case "backward block":
-                term = "backward temporaries"
-                if event[1] == last_block:
+                if part[1] == last_block:
                     timeline.enter("backward")
-                memory.before_backward(event[1])
+                memory.before_backward(part[1])
     memory.end_backward()

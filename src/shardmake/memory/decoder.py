@@ -171,12 +171,14 @@ class DecoderStep:
             first = len(tape.nodes)
             entry = ops.root(SizeTensor(tape, numel, item, storage=kept.pop()))
             inner = entry.node
-            scaled = self._scaled(grad)  # needs nothing of the layer, so it is computed before
+            early = [self._scaled(grad)]  # it needs nothing of the layer, so it is computed before
+            if self.whole.experts and index >= self.whole.dense and not (self.whole.shared or self.whole.gates):
+                early.append(ops.new(grad, numel * self.whole.chosen))  # of the sum of a token's experts
             again = self._layer(entry, index, stops_early=True)
             tape.casts.clear()
             assert again.node is not None and inner is not None
             again.node.grad = grad
-            del again, entry, grad, scaled
+            del again, entry, grad, early
             ops.run_backward(tape, first)
             made, inner.grad = inner.grad, None
             return [made]

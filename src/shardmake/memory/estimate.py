@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.ddp import DdpMemory, StepEvents, replay
+from shardmake.memory.ddp import DdpMemory, StepEvents, StepParts, parts_of, replay
 from shardmake.memory.fsdp import Fsdp2Memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
@@ -51,7 +51,12 @@ def gpu_memory(
     scenario: Scenario, buckets: Buckets, events: StepEvents | None = None, capacity: int | None = None
 ) -> GpuEstimate:
     """Return the memory of the fullest rank from a simulated step, on a device of ``capacity`` bytes."""
-    return memory_of(scenario, simulate(scenario, buckets, events or events_of(scenario)), capacity)
+    return memory_of(scenario, simulate(scenario, buckets, step_of(scenario, events)), capacity)
+
+
+def step_of(scenario: Scenario, events: StepEvents | None = None) -> StepParts:
+    """Return the micro step of ``scenario`` from its ``events``, for `simulate`."""
+    return parts_of(events or events_of(scenario), len(scenario.model.blocks) - 1)
 
 
 def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = None) -> GpuEstimate:
@@ -73,7 +78,7 @@ def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = Non
     return GpuEstimate(**sizes, phase=phase, terms=peak.terms)
 
 
-def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeline:
+def simulate(scenario: Scenario, buckets: Buckets, step: StepParts) -> Timeline:
     """Simulate two optimizer steps, the second with up to two micro steps; all later steps are like it."""
     timeline = Timeline()
     memory = rank_memory(scenario, buckets, timeline)
@@ -81,7 +86,7 @@ def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeli
     timeline.enter("load")
     for micro_steps in (1, min(scenario.accumulation, 2)):
         for _ in range(micro_steps):
-            replay(events, memory, timeline, len(scenario.model.blocks) - 1)
+            replay(step, memory, timeline, len(scenario.model.blocks) - 1)
         timeline.enter("optimizer step")
         memory.step()
     return timeline

@@ -60,7 +60,7 @@ class Fsdp2Memory(DdpMemory):
         if block - 1 in self._units:
             self._prefetch(block - 1)
 
-    def gradient(self, name: str, size: int, key: int | None) -> bool:
+    def gradient(self, name: str, key: int | None) -> bool:
         """Keep it until the backward pass of its unit has ended; the head prefetches the last layer."""
         if not self._begun:
             self._begun = True

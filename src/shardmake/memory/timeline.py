@@ -1,7 +1,9 @@
 """Allocations and frees of a whole step on one GPU: the peak by phase and term, and the reserved memory."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 from shardmake.memory.allocator import CachingAllocator, rounded
 
@@ -23,41 +25,31 @@ class Timeline:
 
     phase: str = "load"
     events: list[tuple[int, int, int]] = field(default_factory=list)
-    _peaks: dict[str, Peak] = field(default_factory=dict)
-    _live: dict[int, tuple[int, str]] = field(default_factory=dict)
-    _terms: dict[str, int] = field(default_factory=dict)
+    live: dict[int, tuple[int, str]] = field(default_factory=dict)
+    keys: Iterator[int] = field(default_factory=count)
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    """The peak of each phase, by its name."""
+    _terms: Counter[str] = field(default_factory=Counter)
     _total: int = 0
     _peak: int = 0
-    _is_at_peak: bool = False
-    """The memory allocated now is the peak of the phase, and is not in ``_peaks`` yet."""
-    _next: int = 0
     _reserved: dict[int | None, int] = field(default_factory=dict)
-
-    @property
-    def peaks(self) -> dict[str, Peak]:
-        """The peak of each phase, by its name."""
-        self._record_peak()
-        return self._peaks
 
     def enter(self, phase: str) -> None:
         """Begin ``phase``; its peak starts from the memory allocated now."""
-        self._record_peak()
         self.phase = phase
-        self._peak = self._peaks[phase].total if phase in self._peaks else 0
+        self._peak = self.peaks[phase].total if phase in self.peaks else 0
         if self._total >= self._peak:
-            self._peak, self._is_at_peak = self._total, True
+            self._record_peak({})
 
     def alloc(self, size: int, term: str, stream: int = COMPUTE) -> int:
         """Allocate ``size`` bytes for ``term``; return the key to free them."""
-        key = self._next
-        self._next += 1
-        size = rounded(size)
-        self._live[key] = (size, term)
-        self._terms[term] = self._terms.get(term, 0) + size
+        key, size = next(self.keys), rounded(size)
+        self.live[key] = (size, term)
+        self._terms[term] += size
         self._total += size
         self.events.append((key, size, stream))
         if self._total > self._peak:
-            self._peak, self._is_at_peak = self._total, True
+            self._record_peak({})
         return key
 
     def free(self, *keys: int) -> None:
@@ -68,9 +60,7 @@ class Timeline:
 
     def release(self, key: int) -> None:
         """Count ``key`` as free while its memory waits for another stream to finish (`record_stream`)."""
-        if self._is_at_peak:
-            self._record_peak()
-        size, term = self._live.pop(key)
+        size, term = self.live.pop(key)
         self._terms[term] -= size
         self._total -= size
 
@@ -78,19 +68,27 @@ class Timeline:
         """Make the memory of the released ``key`` available again."""
         self.events.append((key, -1, 0))
 
+    def repeat(self, part: "Timeline") -> None:
+        """Record the allocations and frees of ``part`` again."""
+        self.events += part.events
+        for peak in part.peaks.values():
+            if self._total + peak.total > self._peak:
+                self._record_peak(peak.terms)
+        self._terms.update(part._terms)
+        self._total += part._total
+
     def rename(self, key: int, term: str) -> None:
         """Count the memory of ``key`` under another term from now on."""
-        self._record_peak()
-        size, old = self._live[key]
+        size, old = self.live[key]
         self._terms[old] -= size
-        self._terms[term] = self._terms.get(term, 0) + size
-        self._live[key] = (size, term)
+        self._terms[term] += size
+        self.live[key] = (size, term)
 
-    def _record_peak(self) -> None:
-        """Write the peak down before the memory allocated now changes; most new peaks are exceeded at once."""
-        if self._is_at_peak:
-            self._peaks[self.phase] = Peak(self._total, {k: v for k, v in self._terms.items() if v})
-            self._is_at_peak = False
+    def _record_peak(self, more: Mapping[str, int]) -> None:
+        """Write down the memory allocated now, and ``more`` of some terms, as the peak of the phase."""
+        terms = {**self._terms, **{term: self._terms[term] + size for term, size in more.items()}}
+        self._peak = self._total + sum(more.values())
+        self.peaks[self.phase] = Peak(self._peak, {term: size for term, size in terms.items() if size})
 
     def highest(self) -> str:
         """Return the phase of the peak."""

@@ -85,12 +85,12 @@ class Zero12Memory(ZeroMemory):
         size = self.scenario.compute * self.buckets.reduce_bucket_size
         self._ipg = [self.timeline.alloc(size, "communication buffers") for _ in range(1 + self.buckets.overlap_comm)]
 
-    def gradient(self, name: str, size: int, key: int | None) -> bool:
+    def gradient(self, name: str, key: int | None) -> bool:
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
         numel = self.sizes[name]
         self._allocate_briefly(states.boundary_norm_bytes(self.scenario, numel), "gradient norm")
         if self.scenario.spec.zero_stage == 1:
-            return super().gradient(name, size, key)
+            return super().gradient(name, key)
         self._reserve_part()
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "communication buffers", REDUCTION)
@@ -154,7 +154,7 @@ class Zero3Memory(ZeroMemory):
         self._release(block + 1 if block + 1 in self._units else HEAD)
         self._gather(block)
 
-    def gradient(self, name: str, size: int, key: int | None) -> bool:
+    def gradient(self, name: str, key: int | None) -> bool:
         """Copy it into the bucket; one larger than the bucket waits as it is until the next one is complete.
 
         With offloaded states, the norm of this rank's part is computed and the part goes to the host in fp32

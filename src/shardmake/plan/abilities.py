@@ -99,7 +99,7 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
         _check_names(model.text_config, model.source)
-    if model.decoder is None or not _is_known(model):
+    if model.decoder is None or not _is_known(model) or (run.method_spec.has_adapters and model.decoder.experts):
         abilities = _of_class(model, run)
     else:
         abilities = _of_family(model, model.decoder)

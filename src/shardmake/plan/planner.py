@@ -1,11 +1,8 @@
 """The planner: the memory, verdict and time of each candidate of a run, in closed form or simulated."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +12,12 @@ from shardmake.core.nested import overlay
 from shardmake.memory import calibration, closed_form, estimate, states
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.cache import cached_path
-from shardmake.memory.estimate import Estimate, outside, simulate
+from shardmake.memory.estimate import Estimate, outside, simulate, step_of
 from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import events_of, trace_all, traced_tokens
+from shardmake.memory.trace import trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.parallelism import local_model
 from shardmake.plan.resolve import ResolvedRun
@@ -82,7 +79,7 @@ class Planner:
         """Return ``choice`` with its memory from a simulated step; it is simulated once."""
         if choice not in self._candidates:
             scenario, buckets = self._parts(choice)
-            step = cache(lambda: simulate(scenario, buckets, self._once(events_of, scenario)))
+            step = cache(lambda: simulate(scenario, buckets, self._once(step_of, scenario)))
             on = partial(self._simulated, scenario, buckets, step)
             memory = on(self.settings.hardware.gpu_memory)
             found = self._candidate(choice, scenario, memory, lambda size: on(size).gpu.device, simulated=True)
@@ -120,28 +117,14 @@ class Planner:
 
 
 class CachedPlanner(Planner):
-    """A `Planner` that keeps simulated estimates on disk and simulates missing ones on all cores."""
+    """A `Planner` that keeps simulated estimates on disk."""
 
     def simulate_all(self, possible: Sequence[Choice]) -> list[Candidate]:
-        """Return ``possible`` simulated. Neighbours share the events of a step, so each core takes a run of them."""
-        memory = self.settings.hardware.gpu_memory
-        missing = [choice for choice in possible if not self._path(*self._parts(choice), memory).is_file()]
-        if self.settings.model.decoder is None:  # here, so that no core starts a process of the libraries for itself
-            scenarios = [scenario_of(self.settings, choice) for choice in missing]
-            trace_all(scenarios)
-            for scenario in scenarios:
-                self._once(events_of, scenario)
-        cores = min(len(os.sched_getaffinity(0)), len(missing))
-        if cores > 1:
-            share = -(-len(missing) // cores)
-            parts = [missing[start : start + share] for start in range(0, len(missing), share)]
-            with ProcessPoolExecutor(len(parts), get_context("fork")) as pool:  # a Pool would wait for a killed worker
-                list(pool.map(self._simulate_part, parts))
+        """Return ``possible`` simulated; the steps of those that are not on disk are traced in one process."""
+        if self.settings.model.decoder is None:
+            capacity, parts = self.settings.hardware.gpu_memory, map(self._parts, possible)
+            trace_all(one for one, buckets in parts if not self._path(one, buckets, capacity).is_file())
         return [self.simulate(choice) for choice in possible]
-
-    def _simulate_part(self, part: Sequence[Choice]) -> None:
-        for choice in part:
-            self.simulate(choice)
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         path = self._path(scenario, buckets, capacity)

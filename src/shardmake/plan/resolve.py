@@ -9,7 +9,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
-from shardmake.memory.model import Model, Split, count_rates, has_own_class, split
+from shardmake.memory.model import Model, Split, count_rates, fused_experts, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan import refusals
 from shardmake.plan.abilities import Abilities, check_not_quantized, find_abilities
@@ -65,8 +65,6 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     hardware = from_cluster(cluster)
     refuse(refusals.wrong_on_cpu(run) if hardware.is_cpu else ())
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    if run.method_spec.has_adapters and model.decoder is not None and model.decoder.experts:
-        model = replace(model, decoder=None)  # those of experts are not written down
     refuse(refusals.wrong_model(run, model))
     abilities = find_abilities(model, run)
     refuse(refusals.wrong_abilities(run, abilities), refusals.wrong_train_tokens(run, abilities.text_part))
@@ -80,6 +78,8 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     if rows and model.decoder is not None:  # PEFT's copies of embedding and head are not written down
         model = replace(model, decoder=None)
     part = split(model, run.method, run.lora.rank, run.lora.targets, run.freeze, rows)
+    if fused_experts(model, part)[1]:  # these adapters are not written down either
+        model = replace(model, decoder=None)
     return ResolvedRun(
         run=run,
         model=model,

@@ -13,6 +13,7 @@ from shardmake.memory.closed_form import of_events
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import layer_input, micro_step
 from shardmake.memory.families import FAMILIES, part_of
+from shardmake.memory.model import fused_experts
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
@@ -143,6 +144,15 @@ def test_the_simulated_step_matches_the_trace(name: str, tracer: Any) -> None:
     traced, simulated = tracer.trace(_request(case)), micro_step(case)
     agree(simulated, traced, saves=2e-3)
     assert gradients(simulated) == gradients(traced)
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpointing": True}, {"strategy": "ddp"}], ids=str)
+@pytest.mark.parametrize(("kind", "method"), [("gpt_oss", "lora"), ("gpt_oss", "qlora"), ("qwen3_5_moe_text", "lora")])
+def test_adapters_beside_experts_match_the_trace(kind: str, method: str, more: dict[str, Any], tracer: Any) -> None:
+    case = scenario({"model_type": kind, **_UNLIKE[kind]}, method=method, **more)
+    traced, simulated = tracer.trace(_request(case)), micro_step(case)
+    agree(simulated, traced, saves=2e-3)
+    assert gradients(simulated) == gradients(traced) and not fused_experts(case.model, case.split)[1]
 
 
 def agree(simulated: StepEvents, recorded: StepEvents, *, saves: float, peaks: float = 0.035) -> None:

@@ -5,15 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmake.config.models import STRATEGIES
+from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.units import GIB
 from shardmake.doctor.gpu_report import GpuReport
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import estimate_closed_form, gpu_memory, outside
-from shardmake.memory.model import selected_experts, with_experts
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory, outside, simulate, step_of
+from shardmake.memory.model import selected_experts, split, with_experts
 from shardmake.memory.read_config import from_config
+from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import events_of
 from tests.unit.memory.llama_8b import BUCKETS, LLAMA_8B, scenario
 from tools.gpu_page import RESULTS
@@ -47,6 +48,21 @@ def test_context_and_communicators_are_those_of_each_training_alone_on_an_h100()
 
 
 ORDER = [("zero2", "zero3"), ("zero1", "zero2"), ("zero3", "zero3-offload-optimizer"), ("fsdp-grad-op", "fsdp")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "zero3-offload"])
+def test_a_step_in_parts_has_the_memory_of_its_single_events(strategy: Strategy) -> None:
+    case = scenario(SMALL, strategy=strategy, accumulation=2, split=split(SMALL, "full"))
+    events = events_of(case)
+    apart = [("grad", event[1], "none of the weights") for event in events if event[0] == "alloc"]
+    whole = replace(case, split=replace(case.split, frozen_names=frozenset({"none of the weights"})))
+    parts, single = (step_of(whole, one) for one in (events, [*events, *apart]))
+    assert len(parts) < len(single) / 2 and not any(isinstance(part, Timeline) for part in single)
+    one, other = (simulate(whole, SMALL_BUCKETS, step) for step in (parts, single))
+    assert one.peaks == other.peaks and [[*peak.terms] for peak in one.peaks.values()] == [
+        [*peak.terms] for peak in other.peaks.values()
+    ]
+    assert (one.reserved(), one.resident()) == (other.reserved(), other.resident())
 
 
 @pytest.mark.parametrize(("more", "less"), ORDER)

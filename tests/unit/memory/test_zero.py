@@ -27,7 +27,7 @@ def test_a_gradient_larger_than_the_bucket_stays_until_the_next_one(memory: Zero
     timeline, (first, second) = memory.timeline, LARGE[:2]
     for tensor in (first, second):
         key = timeline.alloc(2 * tensor.numel, "backward temporaries")
-        assert memory.gradient(tensor.name, 2 * tensor.numel, key) and waiting(memory) == 2 * tensor.numel
+        assert memory.gradient(tensor.name, key) and waiting(memory) == 2 * tensor.numel
     memory.end_backward()
     assert waiting(memory) == 0
 
@@ -36,7 +36,7 @@ def test_memory_of_reduced_gradients_is_reused_when_enough_others_follow(memory:
     timeline = memory.timeline
     keys = [timeline.alloc(2 * tensor.numel, "backward temporaries") for tensor in LARGE[: REDUCTIONS + 2]]
     for tensor, key in zip(LARGE, keys, strict=False):
-        memory.gradient(tensor.name, 2 * tensor.numel, key)
+        memory.gradient(tensor.name, key)
     assert [event[0] for event in timeline.events if event[1] < 0 and event[0] in keys] == keys[:1]
 
 
@@ -45,7 +45,7 @@ def test_several_gradients_are_copied_from_the_bucket_in_one_piece(memory: Zero3
     memory.buckets = replace(BUCKETS, reduce_bucket_size=500_000_000)
     for tensor in SMALL[:count]:
         key = memory.timeline.alloc(2 * tensor.numel, "backward temporaries")
-        assert not memory.gradient(tensor.name, 2 * tensor.numel, key)
+        assert not memory.gradient(tensor.name, key)
     memory.end_backward()
     copies = [size for _, size, stream in memory.timeline.events if stream == REDUCTION and size > 0]
     assert copies == ([2 * 4096 * count] if count > 1 else [])
@@ -59,7 +59,7 @@ def test_zero2_adds_a_micro_steps_gradients_to_those_of_earlier_ones(accumulatio
     held = []
     for _ in range(accumulation):
         zero.start_backward()
-        zero.gradient(SMALL[0].name, 2 * SMALL[0].numel, None)
+        zero.gradient(SMALL[0].name, None)
         held.append(zero.timeline._terms["gradients"])
         zero.end_backward()
     part = states.partition_gradients(case)
