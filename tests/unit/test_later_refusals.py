@@ -89,8 +89,10 @@ ROWS: dict[Why | str, str] = {
         push/check.py train/trackers.py:check_trackers
     """,
     "config/models.py:Run": "checkpoint/formats/dtypes.py:check_target",
-    "data/check.py:check_first_rows": "data/build.py:check_divisible data/chat.py data/examples.py:open_chat_template",
-    "data/check.py:check_sources": "data/sources.py",
+    "data/check.py:check_first_rows": (
+        "data/build.py:check_divisible data/chat.py data/examples.py:open_chat_template data/placeholders.py:seam"
+    ),
+    "data/check.py:check_sources": "data/examples.py:check_named data/sources.py",
     "evaluate/prompts.py:check_prompts": "evaluate/prompts.py:as_prompt",
     "plan/abilities.py:check_class": "consolidate/loading.py:find_class",
     "plan/inspect_model.py:_files_layout": "checkpoint/formats/hub_layout.py:hub_weights",

@@ -16,14 +16,14 @@ import pyarrow
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from shardmake.config.formats import DataFormat
-from shardmake.config.models import Run
+from shardmake.config.formats import FORMATS, DataFormat
+from shardmake.config.models import Data, Run
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.core.errors import ConfigError, DataError, ShardmakeError
+from shardmake.core.errors import ConfigError, DataError, ShardmakeError, nearest
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
-from shardmake.data.layout import ELSEWHERE, HISTORY, MASK, MESSAGE_KEYS, Layout, check_named, label_of, recognize
+from shardmake.data.layout import ELSEWHERE, HISTORY, MASK, MESSAGE_KEYS, Layout, label_of, recognize
 from shardmake.data.packing import APART, KEPT, fit, fit_pair
 from shardmake.data.placeholders import BadRowError, Rendered
 from shardmake.data.sources import EVAL_SPLITS, FIRST_ROWS, TRAIN_SPLITS, Source, first_rows, locate
@@ -89,6 +89,17 @@ def _recognize(run: Run, source: Source, rows: Sequence[Row]) -> Layout:
     return recognize(run.data, run.objective, last.example, last.place)
 
 
+def check_named(data: Data, columns: Sequence[str], source: str) -> None:
+    """Raise `DataError` if ``data.columns`` names a column that is not among ``columns``, those of ``source``."""
+    for column, name in data.columns.named.items():
+        is_key = any(column in spec.turn for spec in FORMATS.values())
+        if not is_key and name not in columns:
+            raise DataError(
+                f"data.columns.{column}: {name!r} is not a column of {source}.{nearest(name, columns)} "
+                f"The columns are {', '.join(columns)}."
+            )
+
+
 def read_receipt(rundir: RunDir) -> DataReceipt | None:
     """Return the receipt of the run's data; None if it is missing, damaged or of another layout."""
     with suppress(ShardmakeError):
@@ -127,6 +138,8 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     if layout.format == "chat" and (name := layout.columns["system"]) in columns:
         rest += f" Text in the column {name} is the system message of conversations without one."
+    if written := dict.fromkeys(name for row in part.rows for name in layout.written(row.example)):
+        rest += f" JSON text in {', '.join(written)} is read as messages."
     if keys := sorted(_unread_keys(part, chat)):
         rest += f" Keys of messages that are not used: {', '.join(keys)}."
     logger.log(logging.INFO if log else logging.DEBUG, f"{part.source}: the examples are in the format {layout}.{rest}")

@@ -6,7 +6,9 @@ with a chosen and a rejected answer, or text.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from typing import Any, Final, TypeVar
@@ -81,16 +83,28 @@ class Layout:
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
 
+    def written(self, example: Example) -> list[str]:
+        """Return the columns of ``example`` that have a list of messages as text, such as JSON in a cell of CSV."""
+        names = {self.columns.get(column) for column in ("messages", "prompt", "completion", "chosen", "rejected")}
+        both = {"role": "role|from", "content": "content|value|tool_calls"}
+        keys = "".join(rf"""(?=.*["']({both[key]}|{re.escape(self.columns.get(key, key))})["']\s*:)""" for key in both)
+        texts = {name: value for name, value in example.items() if name in names and isinstance(value, str)}
+        return [name for name, text in texts.items() if re.fullmatch(rf"(?s)\s*\[\s*\{{{keys}.*\}}\s*\]\s*", text)]
+
     def _standard(self, example: Example) -> dict[str, Any]:
+        for name in self.written(example):
+            example = {**example, name: _parsed(example[name], f"{name} is", "a list of messages", None)}
         if media := [name for name in _MEDIA if example.get(name) and name not in self.columns.values()]:
             raise DataError(
                 f"this example has {' and '.join(media)}. Only text is trained, also of models that take images or "
                 "sounds. Remove such examples, or the column if their text stands alone."
             )
-        if self.format == "prompt-completion" and isinstance(example.get(HISTORY), list) and example[HISTORY]:
+        parts = {HISTORY: list, **({"input": str} if self.columns.get("prompt") == "instruction" else {})}
+        beside = [name for name, kind in parts.items() if isinstance(example.get(name), kind) and example[name]]
+        if "prompt" in self.columns and beside:
             raise DataError(
-                f"this example has earlier turns in the column {HISTORY}, which its answer would lack. Write the whole "
-                "conversation as messages."
+                f"this example has {' and '.join(beside)} beside {self.columns['prompt']}, which answers would lack. "
+                "Write the whole conversation as messages, or all of the prompt into one text."
             )
         masked = example.get(MASK, []), example.get(self.columns.get("messages", ""), [])
         if MASK in example and not (all(isinstance(one, list) for one in masked) and len({*map(len, masked)}) == 1):
@@ -109,7 +123,8 @@ class Layout:
         if self.format == "alpaca":
             return {"messages": self._instruction(example)}
         found: dict[str, Any] = {"tools": _tools(example.get(self.columns["tools"]), self.columns["tools"])}
-        if arguments := example.get(name := self.columns["template_arguments"]):
+        name = self.columns["template_arguments"]
+        if arguments := _parsed(example.get(name), f"{name} is", "an object of template arguments", None):
             if not isinstance(arguments, dict):
                 raise DataError(f"{name} is {type(arguments).__name__}. Write an object of template arguments.")
             found["arguments"] = _encodable(arguments, name)
@@ -234,8 +249,6 @@ class Layout:
     def _messages(self, example: Example, column: str) -> list[Message]:
         role, content, name = self.columns["role"], self.columns["content"], self.columns[column]
         messages = [example[name]] if isinstance(example[name], dict) else example[name]
-        if isinstance(messages, str) and messages.lstrip().startswith("["):  # as in CSV
-            messages = _parsed(messages, f"{name} is", "a list of messages", None)
         if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and role in m for m in messages)):
             raise DataError(f"{name} is not a list of messages, each with a {role} and a {content}.")
         if column == "messages" and MASK in example:
@@ -418,17 +431,6 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
     return fitting[0]
 
 
-def check_named(data: Data, columns: Sequence[str], source: str) -> None:
-    """Raise `DataError` if ``data.columns`` names a column that is not among ``columns``, those of ``source``."""
-    for column, name in data.columns.named.items():
-        is_key = any(column in spec.turn for spec in FORMATS.values())
-        if not is_key and name not in columns:
-            raise DataError(
-                f"data.columns.{column}: {name!r} is not a column of {source}.{nearest(name, columns)} "
-                f"The columns are {', '.join(columns)}."
-            )
-
-
 def _fits(layout: Layout, first: Example) -> bool:
     has_all = all(layout.columns[column] in first for column in FORMATS[layout.format].required)
     keys = _keys_of_messages(first.get(layout.columns.get("messages", "")))
@@ -436,7 +438,9 @@ def _fits(layout: Layout, first: Example) -> bool:
 
 
 def _keys_of_messages(value: Any) -> list[str]:
-    """Return the keys of the first message, none for a value that is not a list of messages."""
+    """Return the keys of the first message, none for a value that is not a list of messages, or JSON of one."""
+    with suppress(ValueError, TypeError):
+        value = json.loads(value)
     return list(value[0]) if isinstance(value, list) and value and isinstance(value[0], dict) else []
 
 

@@ -207,14 +207,24 @@ def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern
     """Return where an answer follows in ``whole``, which does not begin with its ``context``.
 
     It is after the longest beginning of the generation ``prompt`` that is ``between`` the message before and the
-    answer, and after an end of the prompt that follows there, or else after the common beginning of both texts, if that
-    has all messages, or else after the longest end of ``context``. No special token, of the pattern ``marks``, is cut.
+    answer, whatever its numbers, and after an end of the prompt that follows there, or else after the common beginning
+    of both texts, if that has all messages, or else after the longest end of ``context``. No special token, of the
+    pattern ``marks``, is cut. Raises `BadRowError` if other words follow than in the prompt.
     """
     floor, start = between
     for end in [found.end() for found in re.finditer(f"{marks.pattern}|(?s:.)", prompt)][::-1]:
-        if (at := whole.rfind(prompt[:end], floor, start)) >= 0:
+        numbered = re.sub(r"\d+", r"\\d+", re.escape(prompt[:end]))  # turns may be counted from the last one
+        if found := re.compile(f"(?s:.*){numbered}").match(whole, floor, start):
+            at, other = found.end(), whole[found.end() : start]
+            if end < len(prompt) and other.strip() and not marks.match(prompt, end) and not marks.match(other):
+                raise BadRowError(
+                    "another header than at inference",
+                    f"before an answer the chat template writes {excerpt(prompt[:end] + other)!r}, and its generation "
+                    f"prompt is {excerpt(prompt)!r}, so the model would be asked in another way than it was trained. "
+                    "Let both agree in a template of your own (data.chat_template), or change what differs.",
+                )
             rest = [prompt[mark.start() :] for mark in marks.finditer(prompt, end)]
-            return at + end + next((len(one) for one in rest if whole.startswith(one, at + end)), 0)
+            return at + next((len(one) for one in rest if whole.startswith(one, at)), 0)
     common = common_length(context, whole)
     if common >= floor:
         return next((mark.start() for mark in marks.finditer(whole) if mark.start() < common < mark.end()), common)

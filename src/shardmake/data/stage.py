@@ -34,7 +34,7 @@ from shardmake.run.receipts import DataReceipt, DataSettings, SplitReceipt, cont
 from shardmake.run.tokenizer import tokenizer_digest
 
 _LAYOUT = 3
-ENCODING = 4
+ENCODING = 5
 """Version of the rules that make tokens of an example: one more for each change of them."""
 _SHOWN = 2
 _SHOWN_TEXT = 2_000

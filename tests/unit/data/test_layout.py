@@ -11,7 +11,8 @@ from trl.data_utils import extract_prompt, maybe_extract_prompt
 from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, FORMATS
 from shardmake.config.models import Columns, Data
 from shardmake.core.errors import DataError
-from shardmake.data.layout import Layout, check_named, recognize, split_prompt
+from shardmake.data.examples import check_named
+from shardmake.data.layout import Layout, recognize, split_prompt
 from shardmake.memory.families import FAMILIES
 from tests.mixtures import mixture_configs
 from tests.unit.data.test_encode import chat
@@ -46,6 +47,7 @@ RECOGNIZED: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"messages": TURNS}, {"role": "from", "content": "value"}, "chat (messages)"),
     ({"conversations": chat("u:a")}, {}, "chat (conversations)"),
     ({"messages": TURNS}, {}, "sharegpt (messages)"),
+    ({"conversations": json.dumps(chat("u:a"))}, {}, "chat (conversations)"),  # a cell of CSV
     ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
     ({"q": "a", "a": "b", "text": "c"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
     ({"task": "a", "output": "b"}, {"instruction": "task"}, "alpaca (task, output)"),
@@ -66,6 +68,8 @@ UNCLEAR: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "unknown": ({"question": "a", "conversations": [{"who": "a", "what": "b"}]}, "auto", {}),
     "of another objective": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "auto", {}),
     "no such column": ({"question": "a", "reply": "b"}, "auto", {"prompt": "questoin", "completion": "reply"}),
+    "an input": ({"instruction": "a", "input": "b", "output": "c"}, "prompt-completion",
+        {"prompt": "instruction", "completion": "output"}),
     "not of the format": ({"prompt": "a"}, "chat", {}),
 }  # fmt: skip
 
@@ -134,6 +138,13 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *(("preference", {"prompt": prompt, "chosen": chat(*more, "a:b"), "rejected": chat(*more, "a:c")},
        {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None})
       for prompt, more in (("a", ()), (chat("u:a"), ("u:a",)))),  # a prompt as text, and one that the answers repeat
+    ("preference", {"prompt": "a", "chosen": json.dumps(chat("u:a", "a:b")), "rejected": json.dumps(chat("u:a", "a:c"))},
+     {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # cells of CSV
+    ("prompt-completion", {"prompt": json.dumps(chat("u:a")), "completion": json.dumps(chat("a:b"), indent=1)},
+     {"prompt": chat("u:a"), "completion": chat("a:b"), "tools": None}),
+    *(("prompt-completion", {"prompt": prompt, "completion": '[{"role": "a", "name": "b"}]'},
+       {"prompt": prompt, "completion": '[{"role": "a", "name": "b"}]', "tools": None})
+      for prompt in ("a", f"{json.dumps(chat('u:a'))} Say who.")),  # JSON that is not a conversation
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
     ("unpaired-preference", {"prompt": "a", "completion": "b", "label": "False"},
      {"prompt": "a", "completion": "b", "label": False, "tools": None}),
@@ -211,6 +222,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "another prompt": ("preference", {"prompt": "x", "chosen": chat("u:a", "a:b"), "rejected": chat("u:a", "a:c")}),
     "a call without an end": ("chat", said("assistant", tool_calls=[{"name": "f", "arguments": "{"}])),
     "tools of a text": ("prompt-completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}),
+    "messages as Python writes them": ("preference", {"chosen": str(chat("u:a", "a:b")), "rejected": str(chat("u:a", "a:c"))}),
     "no common beginning": ("preference", {"chosen": "a", "rejected": "b"}),
     "text and messages": ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}),
     "one answer": ("preference", {"prompt": "p", "chosen": "a"}),

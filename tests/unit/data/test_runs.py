@@ -88,16 +88,23 @@ ALIKE: dict[str, tuple[str, list[list[dict[str, Any]]]]] = {
                                         [{"messages": [*p, *a], "label": label} for p, a, label in PROMPTS]]),
     "rejected texts": ("dpo", [[{"prompt": p, "chosen": a, "rejected": chat("a:no")} for p, a, _ in PROMPTS],
                                [{"messages": [*p, *a], "rejected_response": "no"} for p, a, _ in PROMPTS]]),
+    "JSON text": ("dpo", [[{"prompt": p, "chosen": a, "rejected": chat("a:no")} for p, a, _ in PROMPTS],
+                          [{"chosen": json.dumps([*p, *a]), "rejected": json.dumps([*p, *chat("a:no")])}
+                           for p, a, _ in PROMPTS]]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ALIKE)
-def test_preferences_of_other_tools_give_the_same_data(model: Path, tmp_path: Path, case: str) -> None:
+def test_preferences_of_other_tools_give_the_same_data(
+    model: Path, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardmake")
     objective, written = ALIKE[case]
     files = [write_rows(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(written)]
     runs = [make_run(model, {"train": file}, objective=objective) for file in files]
     receipts = [prepare(run, RunDir(tmp_path / f"run-{number}")) for number, run in enumerate(runs)]
     assert receipts[0].digest == receipts[1].digest and receipts[0].train.loss_tokens > 0
+    assert ("JSON text in chosen, rejected is read as messages." in caplog.text) == (case == "JSON text")
 
 
 def test_what_was_recognized_is_logged(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +190,7 @@ def test_other_tokens_have_another_version_of_the_encoding() -> None:
         for form in (TEXT, CHAT)
         for case in form
     ]
-    assert (ENCODING, digest([chats, others])) == (4, "483ca36c6cfe7d04"), "raise ENCODING: examples have other tokens"
+    assert (ENCODING, digest([chats, others])) == (5, "ca8efbe95cda62a9"), "raise ENCODING: examples have other tokens"
 
 
 def test_runs_that_start_together_wait_for_the_first_one(model: Path, tmp_path: Path, built: list[Path]) -> None:
