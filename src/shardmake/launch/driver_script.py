@@ -68,11 +68,6 @@ def batch_script(cluster: Cluster, name: str, folder: DriverDir) -> str:
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
 
 
-def own_options(script: str) -> list[str]:
-    """Return the options in a batch script for sbatch's command line, to which it prefers no variable."""
-    return [word for line in script.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]]
-
-
 def submit_script(script: Path, name: str, present: str | None = None) -> str:
     """Submit a driver job and return its id. ``present`` is the id of the job that submits it.
 
@@ -81,7 +76,7 @@ def submit_script(script: Path, name: str, present: str | None = None) -> str:
     """
 
     def submit() -> str:
-        answer = run_slurm("sbatch", "--parsable", *own_options(script.read_text()), str(script))
+        answer = run_slurm("sbatch", "--parsable", str(script))
         words = answer.stderr.strip()
         if answer.returncode and TRANSIENT.search(words):
             raise SlurmError(

@@ -127,7 +127,7 @@ def test_without_sbatch_the_plan_continues_and_without_slurm_nothing_is_asked(si
 
 STARTS = """
 nodes=$(sed -n 's/^#SBATCH --nodes=//p')
-echo "$@ $nodes $SLURM_TIME_FORMAT" >> "{folder}/asked"
+echo "$@ $nodes" >> "{folder}/asked"
 cat "{folder}/answer-$nodes" >&2
 """
 SINFO = 'case "$*" in *--partition=gpu) echo ${PARTITION_STATE:-up};; *) echo up;; esac'
@@ -167,7 +167,6 @@ class Queue:
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
     (tmp_path / "asked").touch()
-    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     install_programs(tmp_path, monkeypatch, {"srun": "", "sbatch": STARTS.format(folder=tmp_path), "sinfo": SINFO})
     return Queue(tmp_path)
 
@@ -176,7 +175,7 @@ def test_the_planned_number_of_nodes_comes_first(queue: Queue, wording: Wording)
     for nodes, after in ((2, {"minutes": 40.1}), (4, {"hours": 20.1}), (8, {"days": 3.1})):
         queue.start_after(nodes, **after)
     wording(queue.ask(estimates(2, 4, 8)))
-    assert queue.asked == [f"--test-only {nodes} standard" for nodes in (2, 4, 8)]
+    assert queue.asked == [f"--test-only {nodes}" for nodes in (2, 4, 8)]
     assert not (queue.folder / "docs-chat").exists()
 
 
