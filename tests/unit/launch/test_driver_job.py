@@ -106,7 +106,7 @@ def test_a_job_that_slurm_ends_continues_and_a_cancelled_one_does_not(
     job: DriverJob, shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""
-    sbatch = f"touch {tmp_path}/asked; echo 13"
+    sbatch = f"touch {tmp_path}/asked; echo project 7 of 9; echo Submitted batch job 13 on cluster b"  # a site's own
     install_programs(tmp_path, monkeypatch, {"scontrol": f"echo '{shown}'", "squeue": ":", "sbatch": sbatch})
     job.restarts = 1
     job.stop(ended())

@@ -89,6 +89,7 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
 @pytest.mark.parametrize(("words", "logged"), [
     ("sbatch: error: allocation failure: Unable to contact slurm controller (connect failure)", "did not say"),
     ("sbatch: error: allocation failure: Socket timed out on send/recv operation", "did not say"),
+    ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nallocation failure: Job violates accounting/QOS policy", "did not say"),
     ("allocation failure: Required node not available (down, drained or reserved)", "wait"),
     ("allocation failure: Required partition not available (inactive or drain)", "wait"),
     ("allocation failure: Requested nodes are busy", "wait"),
@@ -96,7 +97,7 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
 ])  # fmt: skip
 def test_answers_that_only_warn(site: Site, caplog: Log, words: str, logged: str) -> None:
     site.check(words, "all")
-    assert logged in caplog.text and words.removeprefix("sbatch: error: ") in caplog.text
+    assert logged in caplog.text and words.removeprefix("sbatch: error: ").replace("\n", "; ") in caplog.text
 
 
 @pytest.mark.parametrize(("words", "verdict"), [
