@@ -279,7 +279,7 @@ def kill_sbatch_after_submission(run: FaultRun, attempts: int) -> Ends:
 
 def accept_job_after_sbatch_failed(run: FaultRun, attempts: int) -> Ends:
     """The job is found and adopted before sbatch is repeated."""
-    run.expect("Slurm does not answer. The driver looks for the job in 5 s.")
+    run.expect("Slurm does not take the job at present. The driver looks for it in 5 s.")
     return _at_the_next_submission(run, attempts, "late-sbatch:1")
 
 

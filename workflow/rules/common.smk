@@ -38,7 +38,7 @@ from shardmake.core.permissions import share_tree
 from shardmake.core.secrets import redact
 from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
-from shardmake.launch.slurm_request import remove_options
+from shardmake.launch.slurm_request import prepare_submission
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
 from shardmake.plan.refusals import refuse_before_fetch
@@ -68,7 +68,7 @@ def checked(function, *arguments):
 
 # The Snakemake of a job takes the configuration of the invocation that submitted the job.
 IS_DRIVER_JOB = current_driver_dir() is not None
-# The Slurm executor removes this variable before it starts jobs.
+# This variable is removed before jobs are submitted.
 IN_A_JOB = IS_DRIVER_JOB or "SLURM_JOB_ID" in os.environ
 
 # As a module of another workflow, the rules take the `config` and the `prefix` of the module. Snakemake adds the prefix to
@@ -139,7 +139,7 @@ def read_configuration():
         use_merged(write_merged(parsed, source))
     cluster = load_cluster(Path(parsed.cluster))
     if workflow.is_main_process:
-        remove_options(cluster, os.environ)
+        prepare_submission(cluster, os.environ)
         check_executor(cluster, parsed.cluster, executor_of(options))
         check_until((options.until or ()) if options else (), parsed)
         if options and (lines := missing_options(options)):

@@ -264,7 +264,7 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> dict[str,
     if beat is None:
         reported = f"The ranks of {name}{where} have not reported yet."
         return _fields("running", "starting", reported, *unknown, queue=_queue(status))
-    age = format_duration(max(0.0, time.time() - beat.time))
+    age = format_duration(time.time() - beat.time)
     lines = [f"As {name}{where}; last heartbeat {age} ago in phase {beat.phase}."]
     if use := gpu_use(folder):
         lines.append(f"Since its start {use}.")
@@ -280,7 +280,7 @@ def _pending(job: SubmittedJob, status: JobStatus, name: str) -> dict[str, Any]:
     """Return the fields for a training whose job waits."""
     starts, estimate = parse_start(status.expected_start), "Slurm does not know when it will start."
     if starts is not None:
-        estimate = f"Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
+        estimate = f"Slurm expects to start it in {format_duration(starts - time.time())}."
     waited = format_duration(time.time() - job.submitted)
     return _fields(
         "queued", "waits in the queue", f"Submitted {waited} ago as {name}. {held_message(job.id, status) or estimate}",

@@ -116,7 +116,8 @@ def _clear_up(runs: Path) -> None:
     """Remove what driver jobs that were killed left: locks of Snakemake, and jobs of stages."""
     for folder in driver_dirs(runs):
         workflow, state = Workflow.read(folder.workflow), DriverState.read(folder.state)
-        if state.snakemake_started and not driver_script.jobs_of(workflow.name):
+        is_hidden = driver_script.is_hidden(workflow) and state.end != "cancelled"
+        if state.snakemake_started and not is_hidden and not driver_script.jobs_of(workflow.name):
             driver_script.cancel_stage_jobs(workflow.name)
             driver_script.remove_locks(workflow.runs)
             state.model_copy(update={"snakemake_started": False}).write(folder.state)

@@ -133,11 +133,24 @@ def find_option(name: str) -> SlurmOption:
 
 
 _VARIABLES: Final = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "ARRAY_INX": "array", "DEBUG": "verbose"}
+ASIDE: Final = "SHARDMAKE_"
+"""Start of the name under which a variable of sbatch is kept that counts, so that sbatch itself does not read it."""
+COUNTING: Final = {name: f"{ASIDE}SBATCH_{name.upper()}" for name in ("exclusive", "gres", "reservation")} | {
+    "mem": f"{ASIDE}SBATCH_MEM_PER_NODE"
+}
+"""Options without a key that a variable may give, as `slurm.extra` does."""
+OF_STEPS: Final = re.compile(
+    r"SRUN_(CONTAINER|CPUS_PER_TASK|EXPORT_ENV)|SLURM_(CONSTRAINT|CPUS_PER_GPU|EXCLUSIVE|EXPORT_ENV|GPUS(_PER_\w+)?"
+    r"|(STEP_)?GRES|(JOB_NUM_|N)NODES|MEM_PER_\w+|NPROCS|NTASKS(_PER_(GPU|NODE))?|OPEN_MODE|OVERCOMMIT|REMOTE_CWD"
+    r"|SIGNAL|STD\w+MODE|TIMELIMIT|USE_MIN_NODES|WORKING_DIR)"
+)
+"""Variables of srun that would replace what a job gives its step."""
 
 
 def inherited(flag: str) -> str | None:
     """Return what the environment gives to sbatch for an option that the cluster file leaves open: SBATCH_ACCOUNT."""
-    return os.environ.get(f"SBATCH_{flag.upper()}") or None
+    name = f"SBATCH_{flag.upper()}"
+    return os.environ.get(name) or os.environ.get(f"{ASIDE}{name}") or None
 
 
 def option_of_variable(name: str) -> SlurmOption:

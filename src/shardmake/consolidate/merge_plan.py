@@ -233,6 +233,10 @@ class MergePlan:
                 "If the vocabulary was resized before training, name a --base that was saved after the resize: its "
                 f"config.json has vocab_size {rows}"
             ]
+        for first in loading.missing[:1]:
+            for level in (name.removesuffix(f".{first}") for name in loading.unexpected if name.endswith(f".{first}")):
+                if {f"{level}.{name}" for name in loading.missing} <= {*loading.unexpected}:
+                    return [f"The model's tensors are those below {level}. To merge it alone, add --key {level}"]
         is_adapter = self.contents.format == "PEFT adapter"  # what is left over of it was trained
         if loading.unexpected and not (is_adapter or loading.missing or loading.mismatched or loading.error):
             return ["To keep tensors that the class does not have, add --allow unexpected"]

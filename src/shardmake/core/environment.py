@@ -49,8 +49,9 @@ def kernel_caches(scratch: str) -> dict[str, str]:
 
 
 def remove_list_settings(environment: MutableMapping[str, str]) -> None:
-    """Remove the user's own filters and formats of squeue, sinfo and sacct, which would hide jobs."""
-    for name in [name for name in environment if name.startswith(("SQUEUE_", "SINFO_", "SACCT_"))]:
+    """Remove the user's own settings of squeue, sinfo, sacct and scancel, which would hide jobs or ask a person."""
+    own = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT")
+    for name in [name for name in environment if name.startswith(own)]:
         del environment[name]
 
 

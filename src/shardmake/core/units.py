@@ -24,8 +24,8 @@ def format_bytes(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as ``3 h 05 min``, ``4 min 10 s`` or ``12 s``."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return a duration as ``3 h 05 min``, ``4 min 10 s`` or ``12 s``; ``0 s`` if the clocks of two machines differ."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, left = divmod(minutes, 60)
     if hours:
         return f"{hours} h {left:02d} min"

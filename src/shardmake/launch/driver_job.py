@@ -22,7 +22,7 @@ from types import FrameType
 import psutil
 
 from shardmake.config.invocation import VARIABLE as CONFIG_VARIABLE
-from shardmake.config.load import load_config
+from shardmake.config.load import load_cluster, load_config
 from shardmake.core.environment import OFFLINE
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.log import configure_logging
@@ -35,7 +35,7 @@ from shardmake.launch.driver_script import (
     submit_script,
 )
 from shardmake.launch.slurm_jobs import run_slurm
-from shardmake.launch.slurm_request import leave_job
+from shardmake.launch.slurm_request import leave_job, prepare_submission
 from shardmake.run import driver_job
 from shardmake.run.attempt import restarts
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow
@@ -275,6 +275,7 @@ def main(folder: str) -> int:
     job.catch_signals()
     leave_job(os.environ)
     try:
+        prepare_submission(load_cluster(Path(load_config(Path(job.workflow.config)).cluster)), os.environ)
         return job.run()
     except ShardmakeError as error:
         job.record(end="failed")

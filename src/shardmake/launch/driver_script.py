@@ -1,5 +1,6 @@
 """The batch script of a driver job, its submission, and the Slurm jobs that belong to a workflow."""
 
+import getpass
 import logging
 import math
 import os
@@ -14,7 +15,14 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.config.slurm_options import JobKind
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError
-from shardmake.launch.slurm_jobs import TRANSIENT, list_jobs, run_slurm, submit_with_retry
+from shardmake.launch.slurm_jobs import (
+    TRANSIENT,
+    hides_jobs,
+    list_jobs,
+    run_slurm,
+    submit_with_retry,
+    submitted_job,
+)
 from shardmake.launch.slurm_request import SlurmRequest, prepare_submission
 from shardmake.launch.slurm_states import JobStatus
 from shardmake.launch.stage_jobs import ON_GPUS
@@ -68,11 +76,6 @@ def batch_script(cluster: Cluster, name: str, folder: DriverDir) -> str:
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
 
 
-def own_options(script: str) -> list[str]:
-    """Return the options in a batch script for sbatch's command line, to which it prefers no variable."""
-    return [word for line in script.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]]
-
-
 def submit_script(script: Path, name: str, present: str | None = None) -> str:
     """Submit a driver job and return its id. ``present`` is the id of the job that submits it.
 
@@ -81,19 +84,19 @@ def submit_script(script: Path, name: str, present: str | None = None) -> str:
     """
 
     def submit() -> str:
-        answer = run_slurm("sbatch", "--parsable", *own_options(script.read_text()), str(script))
+        answer = run_slurm("sbatch", str(script))
         words = answer.stderr.strip()
         if answer.returncode and TRANSIENT.search(words):
             raise SlurmError(
-                f"Slurm did not answer sbatch: {words}. Run `shardmake submit` again once squeue works and lists no "
-                f"job {name}."
+                f"Slurm does not take the job at present: {words}. Run `shardmake submit` again later, if squeue lists "
+                f"no job {name} then."
             )
         if answer.returncode:
             raise SlurmError(
                 f"Slurm rejected the driver job: {words}. Correct the section slurm of the cluster file, and run "
                 "`shardmake submit` again."
             )
-        return answer.stdout.strip().partition(";")[0]
+        return submitted_job(answer.stdout)
 
     return submit_with_retry(submit, lambda: next(iter(jobs_of(name).keys() - {present}), None))
 
@@ -170,6 +173,17 @@ def refuse_while_driven(runs: Path, names: Set[str]) -> None:
             f"output is in {short_path(folder.log)}. Wait for its end, or cancel it: shardmake cancel {common[0]} "
             "--driver. Its trainings keep running, and `shardmake submit` reattaches to them."
         )
+    for workflow, folder in unfinished.values():
+        if DriverState.read(folder.state).end != "cancelled" and is_hidden(workflow):
+            raise ConfigError(
+                f"A driver job of {workflow.user} may work on {', '.join(workflow.runs)}, and Slurm shows nobody the "
+                f"jobs of others. Let {workflow.user} cancel it: shardmake cancel {workflow.runs[0]} --driver."
+            )
+
+
+def is_hidden(workflow: Workflow) -> bool:
+    """Return whether Slurm does not show this user the jobs of ``workflow``, which another one submitted."""
+    return workflow.user != getpass.getuser() and hides_jobs()
 
 
 def refuse_login_node(cluster: Cluster, rules: Collection[str]) -> None:

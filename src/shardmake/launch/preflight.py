@@ -182,7 +182,8 @@ def check_scratch(given: str) -> list[Finding]:
         return [stops("scratch", f"scratch: {given}: the job has no variable {unknown} on this node", SCRATCH_ADVICE)]
     scratch = Path(os.path.expandvars(given))
     if not os.access(scratch, os.W_OK | os.X_OK):
-        return [stops("scratch", f"the scratch folder {scratch} cannot be written", SCRATCH_ADVICE)]
+        why = "cannot be written" if scratch.is_dir() else "does not exist"
+        return [stops("scratch", f"the scratch folder {scratch} {why}", SCRATCH_ADVICE)]
     free = shutil.disk_usage(scratch).free
     if free >= SCRATCH_BYTES:
         return []

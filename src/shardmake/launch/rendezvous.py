@@ -9,6 +9,7 @@ import contextlib
 import errno
 import ipaddress
 import random
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from shardmake.core.units import numbered
 from shardmake.run.record import RunFile
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ROUTES = Path("/proc/net")
+_DEFAULT_ROUTES = {"route": r"^(\S+)\s+0{8}\s", "ipv6_route": r"^0{32} 00 .*\s(\S+)$"}
 _POLL_SECONDS = 0.1
 _LONGEST_PAUSE = 2.0
 """Seconds between two looks of a node for the address that node 0 publishes, or two attempts to connect."""
@@ -93,11 +96,11 @@ def _is_reachable(address: str) -> bool:
 
 def _default_interface(candidates: dict[str, str]) -> str | None:
     """Return the interface of the default route, or the only candidate."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/net/route").read_text().splitlines()[1:]
-        for fields in map(str.split, lines):
-            if fields[1] == "00000000" and fields[0] in candidates:
-                return fields[0]
+    for file, default in _DEFAULT_ROUTES.items():
+        with contextlib.suppress(OSError):
+            for interface in re.findall(default, (_ROUTES / file).read_text(), re.MULTILINE):
+                if interface in candidates:
+                    return str(interface)
     return next(iter(candidates)) if len(candidates) == 1 else None
 
 

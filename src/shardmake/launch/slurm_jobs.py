@@ -37,7 +37,8 @@ from shardmake.launch.slurm_states import (
     parse_seconds_left,
 )
 from shardmake.launch.watcher import cached_squeue
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import AttemptDir, SubmittedJob
+from shardmake.run.attempt_history import load_history
 from shardmake.run.attempt_owner import attempt_of_script, claim, last_in_job
 from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
@@ -47,10 +48,10 @@ TOO_FEW_NODES = re.compile(r"requested node configuration is not available", re.
 TRANSIENT = re.compile(
     r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller"
     r"|does not answer|did not answer|zero bytes were transmitted|message (send|receive) failure"
-    r"|communication (connection|shutdown) failure|standby mode",
+    r"|communication (connection|shutdown) failure|standby mode|MaxSubmitJob|does not take the job",
     re.IGNORECASE,
 )
-"""Text of sbatch when Slurm does not answer for the moment, as opposed to a rejected job."""
+"""Text of sbatch when Slurm does not answer, or has as many jobs of the user as it may, as opposed to a wrong job."""
 _EXCLUDED = (
     " Excluded nodes: {nodes}, because they failed before (see the attempts' index.json). Fix these nodes and run the "
     "same command again, which includes them again."
@@ -93,8 +94,8 @@ class SlurmJobs:
                 was_killed = getattr(error.__cause__, "returncode", 0) < 0  # Slurm may have accepted the job before
                 if was_killed or TRANSIENT.search(str(error)):
                     raise SlurmError(
-                        f"Slurm did not answer sbatch: {str(error).strip()}. Run the same command again once squeue "
-                        "works. It adopts the job if Slurm has accepted it nevertheless."
+                        f"Slurm does not take the job at present: {str(error).strip()}. Run the same command again "
+                        "later. It adopts the job if Slurm has accepted it nevertheless."
                     ) from None
                 kind = TooFewNodesError if excluded and TOO_FEW_NODES.search(str(error)) else SlurmError
                 nodes = _EXCLUDED.format(nodes=", ".join(excluded)) if excluded else ""
@@ -207,9 +208,27 @@ class SlurmJobs:
 
 
 def job_owners(run_folder: Path) -> dict[str, str]:
-    """Return the users, by job id, of every queued or running job of the run."""
+    """Return the users, by job id, of every queued or running job of the run.
+
+    With `PrivateData=jobs`, Slurm shows nobody the jobs of others. The job that another user recorded then counts until
+    each of its nodes has left an exit record, or that user's driver has recorded its end.
+    """
     question = f"check whether another member trains {run_folder.name}"
-    return {job: status.user for job, status in list_jobs(question, f"--name={job_name(run_folder)}").items()}
+    listed = {job: status.user for job, status in list_jobs(question, f"--name={job_name(run_folder)}").items()}
+    rundir = RunDir(run_folder)
+    job = SubmittedJob.read_if_exists(rundir.job)
+    if listed or job is None or (uid := rundir.job.stat().st_uid) == os.getuid() or not hides_jobs():
+        return listed
+    attempt = AttemptDir(rundir.attempts / f"{job.attempt:03d}")
+    is_recorded = any(record.job == job.id for record in load_history(rundir.attempt_history))
+    has_ended = is_recorded or attempt.count_exits() >= attempt.read().job_nodes
+    return {} if has_ended else {job.id: _user(str(uid)).removeprefix("user ")}
+
+
+def hides_jobs() -> bool:
+    """Return whether Slurm shows nobody the jobs of others."""
+    settings = run_slurm("scontrol", "show", "config").stdout
+    return re.search(r"^PrivateData\s*=.*\bjobs\b", settings, re.MULTILINE) is not None
 
 
 def list_jobs(purpose: str, *options: str, columns: str = "%i|%T|%R|%j|%S|%u|%o") -> dict[str, JobStatus]:
@@ -246,7 +265,7 @@ def submit_with_retry(
             trouble = error
             if not TRANSIENT.search(str(error)):
                 raise
-            logger.info("Slurm does not answer. The driver looks for the job in %g s.", pause)
+            logger.info("Slurm does not take the job at present. The driver looks for it in %g s.", pause)
             time.sleep(pause)
     assert trouble
     if job := find():
@@ -279,19 +298,20 @@ def make_executor(folder: Path, request: SlurmRequest, container: JobContainer |
     executor = SlurmExecutor(folder=folder, python=shlex.join(container.python) if container else None)
     parameters["srun_args"] += [*container.srun_options] if container else []
     executor.update_parameters(**parameters)
-    private(executor).get_job_id_from_submission_command = _job_id
+    private(executor).get_job_id_from_submission_command = submitted_job
     return executor
 
 
-def _job_id(answer: str | bytes) -> str:
-    """Return the job that sbatch says it submitted; a site's own sbatch may print other lines with numbers of jobs."""
-    from submitit.core.utils import FailedSubmissionError
+def submitted_job(answer: str | bytes) -> str:
+    """Return the job that sbatch says it submitted; a site's own sbatch may print other lines with numbers of jobs.
 
+    Raises:
+        SlurmError: It does not say so.
+    """
     text = answer if isinstance(answer, str) else answer.decode()
-    found = re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE)
-    if not found:
-        raise FailedSubmissionError(f"sbatch did not answer with 'Submitted batch job N': {text}")
-    return str(found[-1])
+    if found := re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE):
+        return str(found[-1])
+    raise SlurmError(f"sbatch did not answer with 'Submitted batch job N': {text}")
 
 
 def training_request(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> SlurmRequest:
@@ -333,13 +353,18 @@ def _user(uid: str) -> str:
 
 
 def run_slurm(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a query command of Slurm; return status 127 if it is missing, cannot start or does not answer."""
+    """Run a query command of Slurm; return status 127 if it is missing, cannot start or does not answer.
+
+    With SLURM_CLUSTERS, some versions print a line with the name of the cluster, which is left out.
+    """
     try:
-        return subprocess.run(
+        answer = subprocess.run(
             command, input=stdin, capture_output=True, text=True, errors="replace", timeout=_QUERY_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
+    answer.stdout = re.sub(r"^CLUSTER: .*\n", "", answer.stdout, flags=re.MULTILINE)
+    return answer
 
 
 def waiting_snapshot() -> Path:

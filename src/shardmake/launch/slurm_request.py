@@ -1,6 +1,7 @@
 """The request of one job to Slurm, in the words of the three programs that submit jobs."""
 
 import logging
+import os
 import re
 import shlex
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -8,8 +9,11 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Final, Literal
 
-from shardmake.config.models import Cluster
+from shardmake.config.models import Cluster, Slurm
 from shardmake.config.slurm_options import (
+    ASIDE,
+    COUNTING,
+    OF_STEPS,
     SLURM_OPTIONS,
     JobKind,
     SlurmOption,
@@ -22,7 +26,7 @@ from shardmake.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 Value = str | int | bool
-_KEPT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT"}
+_KEPT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Variables of Slurm that say which cluster is meant, and how, as opposed to in which job a process runs."""
 _OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND", "PMI_", "PMIX_")
 _DEVICES = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"}
@@ -40,37 +44,38 @@ def leave_job(environment: MutableMapping[str, str]) -> None:
 
 
 def prepare_submission(cluster: Cluster, environment: MutableMapping[str, str]) -> None:
-    """Remove the variables of ``environment`` that sbatch would prefer to the lines of a batch script.
+    """Let no variable of ``environment`` replace an option of a job: each request has those that count for its kind.
 
-    In a job, such as an interactive one, these are also the variables of that job, at which the new job's srun fails.
-    """
-    if "SLURM_JOB_ID" in environment:
-        leave_job(environment)
-    remove_options(cluster, environment)
-
-
-def remove_options(cluster: Cluster, environment: MutableMapping[str, str]) -> None:
-    """Remove sbatch's variables for options that the plan or the cluster file decides, with a warning for each.
-
-    The user's filters of Slurm's lists are removed as well: a `snakemake` without a command before it has them.
+    sbatch prefers its variables to the lines of a script, and srun has variables of its own for a step. Those of the
+    present job, such as an interactive one, are removed, and the user's settings of Slurm's lists. Others of options
+    that the plan or the cluster file decides are removed with a warning.
     """
     remove_list_settings(environment)
-    slurm = cluster.slurm
-    requested = {
-        **dict.fromkeys(("gres", "gpus", "gpus-per-node"), slurm.gpu_request),
-        **dict.fromkeys(("mem", "mem-per-cpu"), slurm.memory),
-        **dict.fromkeys(("requeue", "no-requeue"), "by the drivers"),
-    }
-    for name in [name for name in environment if name.startswith("SBATCH_") and cluster.executor == "slurm"]:
+    if cluster.executor != "slurm":
+        return
+    if "SLURM_JOB_ID" in environment:
+        leave_job(environment)
+    for name in [name for name in environment if name.startswith("SBATCH_")]:
         option = option_of_variable(name)
-        is_decided = option.flag in slurm.extra or option.refused or (option.key and getattr(slurm, option.key))
-        if option.flag in requested:
-            is_decided = requested[option.flag] != "none" or option.flag in slurm.extra
-        if is_decided:
-            logger.warning(
-                "%s=%s in the environment has no effect: the cluster file, or the plan, decides --%s.",
-                name, environment.pop(name), option.flag,
-            )  # fmt: skip
+        if option.flag not in SLURM_OPTIONS and option.flag not in cluster.slurm.extra:
+            continue  # it holds for every job
+        value = environment.pop(name)
+        if _counts(option, cluster.slurm):
+            environment[f"{ASIDE}{name}"] = value
+        else:
+            reason = option.refused or f"the cluster file, or the plan, decides --{option.flag}"
+            logger.warning("%s=%s in the environment has no effect: %s.", name, value, reason)
+    for name in filter(OF_STEPS.fullmatch, list(environment)):
+        reason = "the plan decides what a job gives its step"
+        logger.warning("%s=%s in the environment has no effect: %s.", name, environment.pop(name), reason)
+
+
+def _counts(option: SlurmOption, slurm: Slurm) -> bool:
+    """Return whether a variable of the environment may give ``option``, which the cluster file leaves open."""
+    left_open = {"gres": slurm.gpu_request == "none", "mem": slurm.memory == "none"}
+    if option.key:
+        return option.is_value and not getattr(slurm, option.key)
+    return option.flag in COUNTING and option.flag not in slurm.extra and left_open.get(option.flag, True)
 
 
 @dataclass(frozen=True)
@@ -165,8 +170,10 @@ class SlurmRequest:
         return own or (getattr(slurm, key) or inherited(option.flag) if self._has(option) else None)
 
     def _extra(self) -> dict[str, Value]:
-        """Return the options of `slurm.extra` for this job; false leaves a flag out."""
-        given = {name: value for name, value in self.cluster.slurm.extra.items() if self._has(find_option(name))}
+        """Return the options of `slurm.extra`, and of the environment, for this job; false leaves a flag out."""
+        inherited = {flag: os.environ[name] or True for flag, name in COUNTING.items() if name in os.environ}
+        options = inherited | self.cluster.slurm.extra
+        given = {name: value for name, value in options.items() if self._has(find_option(name))}
         return {name: value for name, value in given.items() if value is not False}
 
     def _has(self, option: SlurmOption) -> bool:

@@ -14,7 +14,7 @@ from shardmake.core.environment import unset_variable
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import format_bytes, plural
 from shardmake.launch.container import check_container
-from shardmake.launch.driver_script import PREFIX, batch_script, own_options
+from shardmake.launch.driver_script import PREFIX, batch_script
 from shardmake.launch.slurm_jobs import TRANSIENT, SlurmJobs, run_slurm
 from shardmake.launch.slurm_request import memory_in_place_of_the_plans
 from shardmake.launch.stage_jobs import ON_GPUS, sbatch_command
@@ -51,7 +51,7 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     if cluster.slurm.driver == "job":
         folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
         script = batch_script(cluster, f"{PREFIX}NNN", folder)
-        _judge("the driver", run_slurm("sbatch", _TEST, *own_options(script), stdin=script))
+        _judge("the driver", run_slurm("sbatch", _TEST, stdin=script))
     _check_memory(memory_in_place_of_the_plans(cluster), plan)
     _check_step(cluster.slurm.srun_extra)
     _judge("train", run_slurm("sbatch", _TEST, stdin=_training_script(SlurmJobs(rundir.root, cluster, run), plan)))
@@ -159,8 +159,7 @@ def _query_start(plan: Plan, nodes: int, cluster: Cluster, rundir: RunDir) -> fl
     """Return the Unix time at which Slurm would start the training on ``nodes``; None without an estimate."""
     wanted = plan.model_copy(update={"choice": plan.choice.model_copy(update={"nodes": nodes})})
     script = _training_script(SlurmJobs(rundir.root, cluster), wanted)
-    # The user's SLURM_TIME_FORMAT could print a time that cannot be parsed.
-    answer = run_slurm("env", "SLURM_TIME_FORMAT=standard", "sbatch", _TEST, stdin=script)
+    answer = run_slurm("sbatch", _TEST, stdin=script)
     found = _START.search(answer.stderr) if answer.returncode == 0 else None
     return parse_start(found[1]) if found else None
 

@@ -51,20 +51,15 @@ REASON_VARIABLE = "SHARDMAKE_HELD_REASON"
 READ_VARIABLE = "SHARDMAKE_READ_BYTES"
 """Names the log that the process before this one read, and how far it had read metrics and log."""
 _NEEDS_PERSON = (
-    "held",
-    "Held",
-    "NeverSatisfied",
-    "BadConstraints",
-    "Invalid",
-    "NotAllowed",
-    "PartitionTimeLimit",
-    "PerJob",
+    "held", "Held", "NeverSatisfied", "BadConstraints", "Invalid", "NotAllowed", "TimeLimit", "PerJob", "PerNode",
+    "MaxMemPerLimit", "QOSMin", "UsageThreshold", "ReservationDeleted",
     "Minutes",  # the account's budget is used up
-    "UsageThreshold",
-    "ReservationDeleted",
-)
+)  # fmt: skip
 """Parts of squeue's reasons for which Slurm keeps a job pending until a person acts."""
-_MAY_NEED_PERSON = ("AssocGrp", "QOSGrp", "ReqNodeNotAvail", "Reservation", "PartitionDown", "PartitionInactive")
+_MAY_NEED_PERSON = (
+    "AssocGrp", "QOSGrp", "ReqNodeNotAvail", "Reservation", "Partition",
+    "CpuPer", "GRESPer", "MemoryPer", "NodePer",  # of all jobs of a person or an account
+)  # fmt: skip
 """The same for reasons that other jobs' ends, or the site, may remove: a person is called after `PATIENCE` seconds."""
 PATIENCE = 3600.0
 PREFIX = "shardmake-"

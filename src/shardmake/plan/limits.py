@@ -140,7 +140,7 @@ def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]
             _check_partition(plan, cluster, partition)
         except ConfigError as error:
             problems.append(error)
-    if len(problems) == len(found):
+    if problems and len(problems) == len(found):
         raise problems[0]
     own = cluster.slurm.cpu_partition
     advice = "Set slurm.stage_time_limit, the limit of the jobs of data, consolidate and evaluate, to less."
@@ -165,8 +165,8 @@ def _check_partition(plan: Plan, cluster: Cluster, partition: Partition) -> None
 
 def _check_time(key: str, value: str, places: Sequence[Partition], advice: str) -> None:
     """Raise a `ConfigError` if a job's time limit is longer than each of its partitions allows."""
-    partition = max(places, key=lambda place: place.time_limit_minutes or math.inf)
-    if (limit := partition.time_limit_minutes) is not None and minutes(value) > limit:
+    partition = max(places, key=lambda place: place.time_limit_minutes or math.inf, default=None)
+    if partition and (limit := partition.time_limit_minutes) is not None and minutes(value) > limit:
         allowed = f"the {limit} minutes that partition {partition.name!r} allows"
         raise ConfigError(f"slurm.{key}: {value} is longer than {allowed}. {advice}")
 
@@ -219,17 +219,16 @@ def _list(words: Iterable[str]) -> str:
 
 
 def _find_all(key: str, names: str | None, partitions: dict[str, Partition]) -> list[Partition]:
-    return [_find(key, name, partitions) for name in (names.split(",") if names else [None])]
+    """Return the partitions of these names; without names the default one, else all: the site's plug-in chooses one."""
+    if not names:
+        return [one for one in partitions.values() if one.is_default] or [*partitions.values()]
+    return [_find(key, name, partitions) for name in names.split(",")]
 
 
-def _find(key: str, name: str | None, partitions: dict[str, Partition]) -> Partition:
-    names = ", ".join(partitions) or "none"
-    if found := next(
-        (one for one in partitions.values() if one.name == name or (name is None and one.is_default)), None
-    ):
+def _find(key: str, name: str, partitions: dict[str, Partition]) -> Partition:
+    if found := partitions.get(name):
         return found
-    if name is None:
-        raise ConfigError(f"This cluster has no default partition. Set slurm.partition to one of: {names}.")
     raise ConfigError(
-        f"slurm.{key}: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: {names}."
+        f"slurm.{key}: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: "
+        f"{', '.join(partitions) or 'none'}."
     )

@@ -373,17 +373,15 @@ def _open(word: str, found: Arguments) -> None:
 
 
 def take(words: list[str], option: str) -> str | None:
-    """Remove ``option`` with its value from ``words`` and return the value."""
-    for index, word in enumerate(words):
-        if word.startswith(f"{option}="):
-            del words[index]
-            return word.partition("=")[2]
-        if word == option:
-            has_value = index + 1 < len(words) and not words[index + 1].startswith("-")
-            value = words[index + 1] if has_value else None
+    """Remove each ``option`` with its value from ``words``, and return the last value, which argparse takes."""
+    values: list[str | None] = []
+    for index in reversed(range(len(words))):
+        name, sign, text = words[index].partition("=")
+        if name == option:
+            has_value = not sign and index + 1 < len(words) and not words[index + 1].startswith("-")
+            values.append(words[index + 1] if has_value else text or None)
             del words[index : index + 1 + has_value]
-            return value
-    return None
+    return next(iter(values), None)
 
 
 def _training_values(words: list[str], title: str, found: Arguments) -> dict[str, Any]:

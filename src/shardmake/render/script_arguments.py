@@ -93,8 +93,8 @@ def _others(words: list[str], found: Mapping[str, Any], steps: int | None, choic
 
 
 def _given(names: tuple[str, ...], words: list[str], found: Mapping[str, Any]) -> Any:
-    """Return the number that an argument or a file gives to one of ``names``, or None."""
-    for word, follows in zip(words, [*words, ""][1:], strict=True):
+    """Return the number that an argument, as in argparse the last one, or a file gives to one of ``names``, or None."""
+    for word, follows in reversed([*zip(words, [*words, ""][1:], strict=True)]):
         option, sign, text = word.partition("=")
         if (sign or word.startswith("--")) and option.lstrip("-").replace("-", "_") in names:
             with contextlib.suppress(ValueError):

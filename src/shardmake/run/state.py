@@ -34,7 +34,7 @@ class Event:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.text}, {format_duration(max(0.0, time.time() - self.time))} ago"
+        return f"{self.text}, {format_duration(time.time() - self.time)} ago"
 
 
 class DriverJobStatus(RunRecord):

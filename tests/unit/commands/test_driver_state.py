@@ -1,5 +1,6 @@
 """Driver jobs: what submit refuses, and status, cancel --driver and logs --driver with programs in the place of Slurm's."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.driver_script import refuse_while_driven
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow, new_driver_dir
 from shardmake.run.paths import RunDir
-from tests.programs import install_programs
+from tests.programs import install_programs, write_program
 from tests.unit.config.samples import RUN
 from tests.unit.plans import make_cluster
 
@@ -77,7 +78,10 @@ def test_the_driver_jobs_of_all_runs_cost_one_query(slurm: Path) -> None:
     assert found["code"].log == "runs/.driver/002/driver.log" and len(Path("asked").read_text().splitlines()) == 1
 
 
-def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(slurm: Path) -> None:
+def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Slurm shows nobody the jobs of others."""
     slurm.write_text(f"{RUNNING}\n")
     refuse_while_driven(Path("runs"), {"chat"})
     submitted(["chat"], "cancelled", "driver-ffff")
@@ -88,6 +92,14 @@ def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(slurm: P
     with pytest.raises(ConfigError, match=r"^Driver job 12 of ada \(running\) works on code already\."):
         refuse_while_driven(Path("runs"), {"code", "other"})
     assert len(Path("asked").read_text().splitlines()) == 1
+    slurm.write_text("")
+    refuse_while_driven(Path("runs"), {"code"})
+    write_program(Path("programs/scontrol"), "echo 'PrivateData             = jobs,usage'")
+    monkeypatch.setenv("PATH", f"{Path('programs').absolute()}:{os.environ['PATH']}")
+    with pytest.raises(
+        ConfigError, match=r"^A driver job of ada may work on chat, code, and Slurm shows nobody the jobs"
+    ):
+        refuse_while_driven(Path("runs"), {"code"})
     slurm.unlink()
     with pytest.raises(SlurmError, match="Slurm does not answer"):
         refuse_while_driven(Path("runs"), {"chat"})

@@ -10,7 +10,7 @@ from shardmake.core.units import format_bytes, format_duration, format_number, n
 @pytest.mark.parametrize(("shows", "texts"), [
     (lambda count: plural(count, "attempt"), {0: "0 attempts", 1: "1 attempt", 2: "2 attempts", 1234: "1,234 attempts"}),
     (lambda ranks: numbered("Rank", ranks), {(3,): "Rank 3", (1, 3): "Ranks 1, 3"}),
-    (format_duration, {0: "0 s", 59.6: "1 min 00 s", 250: "4 min 10 s", 11100: "3 h 05 min"}),
+    (format_duration, {-90: "0 s", 0: "0 s", 59.6: "1 min 00 s", 250: "4 min 10 s", 11100: "3 h 05 min"}),
     (format_bytes, {3 << 30: "3.0 GiB", 5 << 20: "5 MiB", 300_000: "293 KiB", 12: "12 bytes", 0: "0 bytes"}),
     (format_number, {0.1584: "0.158", 12.84: "12.8", 99.96: "100", 243.4: "243", 1163.0: "1,163"}),
 ])  # fmt: skip

@@ -86,7 +86,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DriverJob:
     """Driver job 12 of a workflow below the test's folder, started once."""
     monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
     folder = new_driver_dir(tmp_path)
-    folder.script.write_text("#!/bin/bash\n#SBATCH --partition=cpu\n#SBATCH '--comment=a b'\n\nexec true\n")
     workflow = Workflow(name="driver-0", user="ada", runs=["a"], config="", arguments=[], offline=True, lead_seconds=1)
     DriverState(jobs=[]).write(folder.state)
     return DriverJob(folder, "12", workflow, 0)
@@ -107,14 +106,11 @@ def test_a_job_that_slurm_ends_continues_and_a_cancelled_one_does_not(
     job: DriverJob, shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""
-    sbatch = f'echo "$@" > {tmp_path}/asked; echo 13'
+    sbatch = f"touch {tmp_path}/asked; echo project 7 of 9; echo Submitted batch job 13 on cluster b"  # a site's own
     install_programs(tmp_path, monkeypatch, {"scontrol": f"echo '{shown}'", "squeue": ":", "sbatch": sbatch})
     job.restarts = 1
     job.stop(ended())
     assert (end_of(job), (tmp_path / "asked").exists()) == (end, submitted)
-    if submitted:  # SBATCH_PARTITION would replace the line of the script
-        words = f"--parsable --partition=cpu --comment=a b {job.folder.script}\n"
-        assert (tmp_path / "asked").read_text() == words
 
 
 @pytest.mark.parametrize(("failures", "seconds", "end"), [(2, 600, "continued"), (1000, 0.3, "failed")])

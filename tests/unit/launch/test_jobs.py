@@ -1,6 +1,7 @@
 """Parameters, submission and status of a Slurm job."""
 
 import contextlib
+import getpass
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from shardmake.config.models import Slurm
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.launch import slurm_jobs
 from shardmake.launch.driver import train
-from shardmake.launch.jobs import ActiveJob, LocalJobs, job_name
-from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, run_slurm, submit_with_retry
+from shardmake.launch.jobs import ActiveJob, LocalJobs, attempt_settings, job_name
+from shardmake.launch.slurm_jobs import SlurmJobs, job_owners, lead_seconds, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_owner import claim, claim_next
 from shardmake.run.paths import RunDir
 from tests.checkpoint_record import commit_checkpoint
@@ -102,6 +103,35 @@ def test_a_job_that_lost_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = subprocess.CompletedProcess
     monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *words: done(words, 0, answers[words[2]], ""))
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).has_lost_script("7") is is_lost
+
+
+@pytest.mark.parametrize(("shown", "nodes_left", "is_mine", "counts"), [
+    ("jobs,usage", 1, False, True), ("usage", 1, False, False), ("jobs", 2, False, False), ("jobs", 1, True, False),
+])  # fmt: skip
+def test_a_job_of_another_member_that_slurm_does_not_show_counts_until_its_nodes_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, nodes_left: int, is_mine: bool, counts: bool
+) -> None:
+    scontrol = f"echo 'ProctrackType = x'; echo 'PrivateData             = {shown}'"
+    install_programs(tmp_path / "bin", monkeypatch, {"squeue": ":", "scontrol": scontrol})
+    rundir = RunDir(tmp_path / "runs/chat")
+    folder = AttemptDir(rundir.attempts / "001")
+    folder.root.mkdir(parents=True)
+    decided: dict[str, Any] = {"settings_digest": "s", "plan_digest": "p", "result_settings": {}, "resume_from": None}
+    plan = make_plan("zero3", nodes=2)
+    attempt_settings(1, rundir.root, make_cluster(), plan, **decided).write(folder.settings)
+    for rank in range(nodes_left):
+        (folder.root / f"node-{rank}.json").touch()
+    SubmittedJob(id="12", attempt=1, submitted=0.0).write(rundir.job)
+    expected = {"12": getpass.getuser()} if counts else {}
+    if not is_mine:
+        monkeypatch.setattr("os.getuid", lambda: 4321)
+    assert job_owners(rundir.root) == expected
+
+
+def test_a_line_with_the_name_of_the_cluster_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SLURM_CLUSTERS, also of one cluster, Slurm 22.05 prints it in spite of --noheader."""
+    install_programs(tmp_path, monkeypatch, {"sinfo": "echo 'CLUSTER: other'; echo 'c1|down*'; echo 'c2|idle'"})
+    assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).down_hosts(["c1", "c2"]) == ["c1"]
 
 
 SBATCH = """

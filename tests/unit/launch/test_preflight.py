@@ -38,7 +38,7 @@ def test_versions_memory_scratch_and_names(tmp_path: Path) -> None:
     assert preflight.check_memory(8 * GIB, 8 * GIB) == []
     assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in preflight.check_memory(7 * GIB, 8 * GIB)[0].found
     assert preflight.check_scratch(str(tmp_path)) == []
-    assert "cannot be written" in preflight.check_scratch(f"{tmp_path}/missing")[0].found
+    assert "does not exist" in preflight.check_scratch(f"{tmp_path}/missing")[0].found
     assert "node-of-nobody.invalid" in preflight.check_names("node-of-nobody.invalid")[0].found
 
 

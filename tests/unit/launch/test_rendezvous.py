@@ -40,6 +40,23 @@ def test_only_a_job_of_one_node_uses_loopback_and_others_the_configured_interfac
         choose_address("ib7", nodes=2)
 
 
+TITLE, ANY = "Iface\tDestination\tGateway\n", 32 * "0"
+
+
+@pytest.mark.parametrize(("route", "ipv6_route", "chosen"), [
+    (TITLE + "lo\t00000000\t0\nib0\t00000000\t010200C0\t0003\neth0\t000200C0\t0\n", "", "ib0"),
+    (TITLE, f"fd{ANY[2:]} 40 {ANY} 00 eth0\n{ANY} 00 {ANY} 00 fd{ANY[2:]} 00000400 00000003     ib0\n", "ib0"),
+    (TITLE, f"{ANY} 00 {ANY} 00 {ANY} ffffffff 00000001       lo\n", None),
+])  # fmt: skip
+def test_of_several_interfaces_that_of_the_default_route_is_used_also_without_ipv4(
+    route: str, ipv6_route: str, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ROUTES", tmp_path)
+    (tmp_path / "route").write_text(route)
+    (tmp_path / "ipv6_route").write_text(ipv6_route)
+    assert rendezvous._default_interface({"eth0": "fd00::2", "ib0": "fd00::3"}) == chosen
+
+
 def in_thread(function: Callable[..., object], *arguments: object, **options: object) -> Future[object]:
     """Return the future result of a function, or its `RendezvousError`, in a thread of its own."""
     found: Future[object] = Future()

@@ -50,23 +50,70 @@ def test_a_new_option_is_a_row_and_a_key(tmp_path: Path, monkeypatch: pytest.Mon
         model(extra={"--bb_x": "course"})
 
 
-def test_no_variable_of_sbatch_replaces_what_the_cluster_file_or_the_plan_decides() -> None:
-    """sbatch prefers its variables to the lines of a script."""
-    kept = dict.fromkeys(("SBATCH_ACCOUNT", "SBATCH_RESERVATION", "SBATCH_NETWORK", "SLURM_CPU_BIND", "PATH"), "1")
-    replaced = ("TIMELIMIT", "MEM_PER_CPU", "ARRAY_INX", "EXPORT", "GPUS", "GRES", "PARTITION", "SIGNAL", "REQUEUE")
-    environment = kept | dict.fromkeys(("SQUEUE_STATES", *(f"SBATCH_{name}" for name in replaced)), "1")
-    prepare_submission(site(partition="gpu"), environment)
-    assert environment == kept
-    environment = {"SBATCH_GRES": "gpu:4", "SBATCH_MEM_PER_NODE": "4G", "SBATCH_RESERVATION": "b"}
-    prepare_submission(site(gpu_request="none", memory="none", extra={"reservation": "a"}), environment)
-    assert environment.keys() == {"SBATCH_GRES", "SBATCH_MEM_PER_NODE"}
+OF_EVERY_JOB = re.findall(r"\w+", """
+ACCTG_FREQ BATCH CORE_SPEC DELAY_BOOT DISTRIBUTION GPU_BIND GPU_FREQ GRES_FLAGS HINT IGNORE_PBS MEM_BIND NETWORK NO_KILL
+POWER PROFILE REQ_SWITCH SPREAD_JOB THREAD_SPEC THREADS_PER_CORE WAIT4SWITCH WAIT_ALL_NODES
+""")  # fmt: skip
+COUNTING = ["ACCOUNT", "CONSTRAINT", "EXCLUSIVE", "PARTITION", "QOS", "RESERVATION", "WCKEY"]
+IF_LEFT_OPEN = ["GRES", "MEM_PER_NODE"]
+NEVER = re.findall(r"\w+", """
+ARRAY_INX CLUSTERS CONTAINER CPUS_PER_GPU DEBUG ERROR EXPORT GET_USER_ENV GPUS GPUS_PER_NODE GPUS_PER_TASK INPUT JOB_NAME
+MEM_PER_CPU MEM_PER_GPU NO_REQUEUE OPEN_MODE OUTPUT OVERCOMMIT REQUEUE SIGNAL TIMELIMIT USE_MIN_NODES WAIT
+""")  # fmt: skip
+OF_A_STEP = ["SLURM_TIMELIMIT", "SLURM_GRES", "SLURM_NTASKS", "SLURM_STDOUTMODE", "SRUN_EXPORT_ENV"]
+KEPT = ["SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF", "SLURM_CPU_BIND", "SLURM_MPI_TYPE", "SLURM_VERSION", "PATH"]
+
+
+@pytest.mark.parametrize(("slurm", "counting"), [
+    ({}, COUNTING), ({"gpu_request": "none", "memory": "none"}, [*COUNTING, *IF_LEFT_OPEN]),
+    ({"account": "a", "constraint": "a", "partition": "a", "qos": "a", "wckey": "a",
+      "extra": {"reservation": "a", "exclusive": False}}, []),
+])  # fmt: skip
+def test_no_variable_of_sbatch_or_srun_replaces_what_the_cluster_file_or_the_plan_decides(
+    slurm: dict[str, Any], counting: list[str]
+) -> None:
+    """sbatch(1) and srun(1) list these variables. sbatch prefers its own to the lines of a script."""
+    of_lists = ["SQUEUE_STATES", "SCANCEL_INTERACTIVE", "SLURM_TIME_FORMAT"]
+    of_sbatch = [f"SBATCH_{name}" for name in (*OF_EVERY_JOB, *COUNTING, *IF_LEFT_OPEN, *NEVER)]
+    environment = dict.fromkeys([*of_sbatch, *OF_A_STEP, *of_lists, *KEPT], "x")
+    prepare_submission(site(**slurm), environment)
+    left = [*KEPT, *(f"SBATCH_{name}" for name in OF_EVERY_JOB), *(f"SHARDMAKE_SBATCH_{name}" for name in counting)]
+    assert environment == dict.fromkeys(left, "x")
+    prepare_submission(site(**slurm), environment)
+    assert environment.keys() == {*left}, "a process that another one started"
+    environment = {"SBATCH_NETWORK": "x"}
+    prepare_submission(site(extra={"network": "y"}), environment)
+    assert environment == {}
+
+
+def test_a_variable_of_sbatch_gives_an_option_to_the_jobs_that_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A constraint of the trainings' nodes would let Slurm refuse jobs in another partition."""
+    given = {"SBATCH_EXCLUSIVE": "", **dict.fromkeys(("SBATCH_CONSTRAINT", "SBATCH_RESERVATION", "SBATCH_QOS"), "x")}
+    monkeypatch.setattr(os, "environ", os.environ.copy() | given)
+    cluster = site(cpu_partition="cpu")
+    texts = {
+        "train": SlurmJobs(tmp_path, cluster).script(AttemptDir(tmp_path / "1"), make_plan("zero3"), []),
+        "driver": batch_script(cluster, "driver-1", DriverDir(tmp_path)),
+        **{stage: sbatch_command(stage, make_run(), cluster, Resources(memory_gib=3, cpus=2)) for stage in ON_GPUS},
+    }
+    options = {
+        "constraint": r"(--constraint=|-C )x",
+        "exclusive": r"--exclusive(\s|$)",
+        "reservation": "--reservation=x",
+    }
+    found = {job: {name for name, form in options.items() if re.search(form, text)} for job, text in texts.items()}
+    assert {job for job in found if found[job] == options.keys()} == {"train", "evaluate"}
+    assert {job for job in found if not found[job]} == {"driver", "data", "consolidate"}
+    assert [job for job, text in texts.items() if "--qos=x" not in text] == []
 
 
 def test_every_job_has_the_account_of_the_environment_if_the_file_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snakemake's executor would guess one, and give it to sbatch in place of the variable."""
-    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+    monkeypatch.setattr(os, "environ", os.environ.copy() | {"SBATCH_ACCOUNT": "lab"})
     script = SlurmJobs(tmp_path, site()).script(AttemptDir(tmp_path / "1"), make_plan("zero3"), [])
     assert "#SBATCH --account=lab" in script
     for stage in ON_GPUS:

@@ -55,17 +55,19 @@ def test_the_time_left_of_a_job(end: str, seconds: float) -> None:
 FOR_A_PERSON = (
     "JobHeldUser", "launch failed requeued held", "job requeued in held state", "DependencyNeverSatisfied", "InvalidQOS",
     "PartitionTimeLimit", "QOSMaxWallDurationPerJobLimit", "AssocGrpBillingMinutes", "ReservationDeleted",
+    "QOSMaxGRESPerNode", "QOSMinGRES", "MaxMemPerLimit", "AssociationTimeLimit",
 )  # fmt: skip
-ITS_TURN = (  # also while nodes are down
-    "Priority", "Resources", "PartitionNodeLimit", "ReqNodeNotAvail, UnavailableNodes:c3", "QOSMaxJobsPerUserLimit",
+AFTER_AN_HOUR = (  # also while nodes are down, or other jobs of this user run
+    "PartitionNodeLimit", "PartitionConfig", "ReqNodeNotAvail, UnavailableNodes:c3", "QOSMaxGRESPerUser", "MaxNodePerAccount",
 )  # fmt: skip
+ITS_TURN = ("Priority", "Resources", "QOSMaxJobsPerUserLimit", "Licenses", "Dependency", "BeginTime")
 
 
-@pytest.mark.parametrize("reason", (*FOR_A_PERSON, *ITS_TURN))
+@pytest.mark.parametrize("reason", (*FOR_A_PERSON, *AFTER_AN_HOUR, *ITS_TURN))
 def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str) -> None:
     held, status = reason in FOR_A_PERSON, JobStatus(JobState.PENDING, "PENDING", f"({reason})")
     message = held_message("7", status)
-    assert bool(held_message("7", status, PATIENCE)) == (held or "NotAvail" in reason)
+    assert bool(held_message("7", status, PATIENCE)) == (reason not in ITS_TURN)
     assert bool(message) == held
     assert not held or (f"until a person acts: {reason}." in message and "scontrol release 7" in message)
     assert not held_message("7", JobStatus(JobState.RUNNING, "RUNNING", "c[1-2]"))

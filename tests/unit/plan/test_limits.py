@@ -81,6 +81,12 @@ def test_a_request_within_the_limits_passes(asked: Plan, on: Cluster) -> None:
     check_request(asked, on, PARTITIONS)
 
 
+@pytest.mark.parametrize("shown", [SINFO.replace("gpu*", "gpu"), ""])
+def test_where_the_sites_plug_in_chooses_the_partition_any_one_suffices(shown: str) -> None:
+    """There is no default partition, or sinfo shows this user none."""
+    check_request(plan(nodes=16), cluster(partition=None, time_limit="0:02:00"), parse_partitions(shown))
+
+
 def test_memory_for_which_slurm_is_not_asked_is_not_compared() -> None:
     """Without RealMemory in its configuration, Slurm reports 1 MiB."""
     bare = parse_partitions("gpu*|3|2|1|infinite|(null)|(null)\n")

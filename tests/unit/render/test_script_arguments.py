@@ -97,6 +97,7 @@ def test_a_script_needs_no_learning_rate_and_no_steps() -> None:
             ],
         ),
         ("", ["--batch_size", "4", "--lr", "1e-3", "--seq_len", "text"], []),  # another split of the same batch
+        ("", ["--lr", "7", "--lr=1e-3", "--deepspeed=ds.json", "--deepspeed"], []),  # argparse takes the last
         ("accumulation", ["--batch_size", "8", "--lr=$SHARDMAKE_LEARNING_RATE", "--steps", "$STEPS"], []),
         (
             "add_argument('--local_rank', type=int, default=0)", [],

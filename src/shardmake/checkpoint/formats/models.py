@@ -41,7 +41,7 @@ def names_of_model(
 
     Raise `CheckpointError` if another entry of the model is not a tensor, or there is not one model that is meant.
     """
-    names = {entry: ".".join(path) for entry, path in choose(_models(paths, tensors), key, holder).items()}
+    names = {entry: ".".join(path) for entry, path in choose(_models(paths, tensors, key), key, holder).items()}
     others = sorted(name for entry, name in names.items() if entry not in tensors)
     if wrong := [name for name in others if not is_extra_state(name)]:
         raise CheckpointError(
@@ -51,11 +51,12 @@ def names_of_model(
     return {entry: name for entry, name in names.items() if entry in tensors}, tuple(others)
 
 
-def _models(paths: Mapping[_Id, Levels], tensors: Collection[_Id]) -> dict[str, dict[_Id, Levels]]:
+def _models(paths: Mapping[_Id, Levels], tensors: Collection[_Id], key: str | None) -> dict[str, dict[_Id, Levels]]:
     """Return the paths of each model's entries by its key: the levels above them, joined by dots.
 
     If there is a level ``model``, the model is below that level. Otherwise it is the whole dictionary without
     optimizer, scheduler, the like, and values such as a step; a single level that holds everything else is its key.
+    Any levels that ``key`` names hold a model.
     """
     found: dict[str, dict[_Id, Levels]] = {}
     levels: dict[str, dict[_Id, Levels]] = {}
@@ -68,6 +69,10 @@ def _models(paths: Mapping[_Id, Levels], tensors: Collection[_Id]) -> dict[str, 
             rest[entry] = path
             if len(path) > 1 and _MODEL not in path[:2]:
                 levels.setdefault(path[0], {})[entry] = path[1:]
+    if key and key not in found:
+        named = tuple(key.split("."))
+        found[key] = {entry: path[len(named) :] for entry, path in rest.items() if named == path[: len(named)] != path}
+        return {name: held for name, held in (found | levels).items() if held}
     if not found:
         is_nested = sum(map(len, levels.values())) == len(rest)
         several = is_nested and len(levels) > 1 and any(_is_same_model(held, levels) for held in levels.values())

@@ -204,6 +204,17 @@ def two_files(name: str, other: str) -> Callable[[Weights, Weights, Path], Path]
     return write
 
 
+@pytest.mark.parametrize("write", [saved_by_dcp, lambda saved, place: save(saved, place / "a.pt")])
+def test_a_model_beside_one_of_other_names_is_named_by_the_advice(write: Any, base: Path, tmp_path: Path) -> None:
+    """An actor, and a critic whose tensors have no name of the actor's: nested levels of one model look the same."""
+    critic = {f"value.{name}": tensor for name, tensor in trained().items()}
+    checkpoint = write({"actor": trained(), "critic": critic}, tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"those below actor\. .*, add --key actor\."):
+        consolidate(checkpoint, tmp_path / "model", base=base)
+    consolidate(checkpoint, tmp_path / "model", base=base, key="actor")
+    assert_equal(load_weights(tmp_path / "model"), trained())
+
+
 FSDP, WORLD = "pytorch_model_fsdp", "model_world_size"
 SEVERAL: dict[str, tuple[Callable[[Weights, Weights, Path], Path], str, str]] = {
     "FSDP": (lambda a, b, p: fsdp(b, fsdp(a, p, 0).parent, 1).parent, f"{FSDP}_0", f"{FSDP}_1"),
