@@ -16,7 +16,10 @@ from shardmake.core.environment import cache_folder
 from shardmake.core.library_process import run_module
 from shardmake.core.log import warn_while_slow
 
-_LIBRARIES = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+_LIBRARIES = (
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "torch.fx.experimental.symbolic_shapes", "shardmake.memory.tracer",
+)  # fmt: skip
 """Imports of the helpers besides a model's own classes: a Llama needs what all decoders do."""
 
 
@@ -47,7 +50,10 @@ def cached_helper(module: str, request: Mapping[str, Any], doing: str, sources: 
 
 
 def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
-    """Run ``module`` on ``request`` in a child process that sees no GPU; log ``doing`` while it is slow."""
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
+    """Run ``module`` on ``request`` in a child process that sees no GPU; log ``doing`` while it is slow.
+
+    More threads would only wait for each other in models as small as these.
+    """
+    alone = {"TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with warn_while_slow(f"{doing}. The result is kept for the next time."):
-        return run_module(module, request, environment, libraries=_LIBRARIES)
+        return run_module(module, request, {**os.environ, **alone}, libraries=_LIBRARIES)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,16 @@ def _steps(
             recorder.start(one.values())
             _micro_step(model, one, request, recorder, forward_only)
             found.append(recorder.events)
-    return found[1:]
+    return list(map(_in_order, found[1:]))
+
+
+def _in_order(events: list[Event]) -> list[Event]:
+    """Return ``events`` with frees that follow each other in the order of their numbers: autocast's come at random.
+
+    The last ones stay, as those of another size may end elsewhere.
+    """
+    runs = [list(run) for _, run in groupby(events, lambda event: event[0] == "free")]
+    return [event for run in runs[:-1] for event in (sorted(run) if run[0][0] == "free" else run)] + runs[-1]
 
 
 def prepare(request: Mapping[str, Any]) -> Any:
