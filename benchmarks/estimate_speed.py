@@ -86,7 +86,8 @@ def run(command: Command) -> Cost:
     """Run ``command`` in an empty folder."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         cache = {"XDG_CACHE_HOME": str(command.cache or folder), "PYTHONPATH": str(command.checkout / "src")}
-        environment, peak = {**os.environ, **cache, "HF_HUB_OFFLINE": "1"}, 0
+        fixed = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        environment, peak = {**os.environ, **cache, **fixed}, 0
         before = _cpu_seconds()
         process = psutil.Popen(command.arguments, env=environment, cwd=folder, stdout=output, stderr=subprocess.DEVNULL)
         while process.poll() is None:
@@ -236,6 +237,8 @@ def compare(commit: str, rounds: int, only: list[str]) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as name, worktree(commit) as before:
         folder = Path(name)
+        for checkout in (before, REPOSITORY):  # as installed packages are
+            subprocess.run([sys.executable, "-m", "compileall", "-q", str(checkout / "src")], check=True)
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             pool.submit(write_configs, folder, {"llama", *names, *traced, *(PLANS[plan][0] for plan in plans)}).result()
         families = of_families(folder, before, rounds, names)

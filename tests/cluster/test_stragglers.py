@@ -59,7 +59,7 @@ def test_a_slow_rank_is_named_with_its_node_and_none_in_an_even_run(run: FaultRu
     with slowed(run, rank=1) as host:
         wait_for_windows(run)
         status = run.checkout.on_login_node("shardmake", "status", "demo")
-    found = re.search(rf"Rank 1 on {host} computes (\d\.\d) times as long as the median rank", status)
+    found = re.search(rf"Rank 1 on {host} computes (\d+\.\d) times as long as the median rank", status)
     assert found and float(found[1]) > 1.5
     (run.checkout.run / "train/STOP").touch()
     assert run.wait() == STOPPED, run.log()
