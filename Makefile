@@ -89,7 +89,7 @@ words: install-test
 test: check
 	$(PYTEST) -m "not full and $(EXTRA)" --junit-xml=$(REPORTS)/test.xml
 
-# The other tests. With CI=true without the longest (tests/tiers.py), so that CI ends within 45 minutes.
+# The other tests. With CI=true without the longest (tests/tiers.py), so that CI ends within 40 minutes.
 test-all: install-test test-fake-cuda .venv/bitsandbytes
 	$(PYTEST) -m "full and $(EXTRA)$(if $(CI), and not long)" --junit-xml=$(REPORTS)/test-all.xml
 

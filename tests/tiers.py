@@ -72,7 +72,7 @@ LONG = {
     "workflow/test_snakemake.py": "says_how_to_resume|reach_every_stage",
     "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1",
 }
-"""The longest tests of ``make test-all``, and some of their families: CI, which has 45 minutes, omits them."""
+"""The longest tests of ``make test-all``, and some of their families: CI, which takes about 40 minutes, omits them."""
 
 SAMPLED_FAMILIES = ("deepseek_v3", "gemma4", "gpt_oss", "qwen3_5_moe", "smollm3")
 """Families that CI takes through every stage; the demo and other tests are Llamas."""

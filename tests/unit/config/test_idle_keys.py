@@ -102,7 +102,10 @@ def test_the_tables_have_every_key_that_training_reads() -> None:
     *product(STRATEGY_SPECS, ["slurm"], [{}]), ("zero2", "local", {}), ("zero2", "slurm", {"method": "lora"}),
     *product(["zero2"], ["slurm"], [{"objective": name} for name in OBJECTIVES if name != "sft"]),
 ])  # fmt: skip
-def test_every_value_acts_or_is_refused(strategy: str, executor: Any, trained: dict[str, str], tmp_path: Path) -> None:
+def test_every_value_acts_or_is_refused(
+    strategy: str, executor: Any, trained: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmake.launch.jobs.checkout_commit", lambda: "commit")  # each preview asks git twice
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
     cluster = make_cluster(
         executor=executor, accelerator="a100-80gb", processes_per_node=4, memory_gib_per_node=400.0,
