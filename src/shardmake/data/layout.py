@@ -6,9 +6,7 @@ with a chosen and a rejected answer, or text.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from typing import Any, Final, TypeVar
@@ -17,6 +15,7 @@ from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.models import Data, Objective
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import DataError, nearest
+from shardmake.data.json_text import holds_messages, keys_of_messages
 
 Example = Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -86,10 +85,15 @@ class Layout:
     def written(self, example: Example) -> list[str]:
         """Return the columns of ``example`` that have a list of messages as text, such as JSON in a cell of CSV."""
         names = {self.columns.get(column) for column in ("messages", "prompt", "completion", "chosen", "rejected")}
-        both = {"role": "role|from", "content": "content|value|tool_calls"}
-        keys = "".join(rf"""(?=.*["']({both[key]}|{re.escape(self.columns.get(key, key))})["']\s*:)""" for key in both)
+        keys = {"role", "from", self.columns.get("role", "role")}
+        contents = {"content", "value", "tool_calls", self.columns.get("content", "content")}
         texts = {name: value for name, value in example.items() if name in names and isinstance(value, str)}
-        return [name for name, text in texts.items() if re.fullmatch(rf"(?s)\s*\[\s*\{{{keys}.*\}}\s*\]\s*", text)]
+        whole = {self.columns.get("messages")}  # never text
+        return [
+            name
+            for name, text in texts.items()
+            if (name in whole and text.lstrip().startswith("[")) or holds_messages(text, keys, contents, _ROLES)
+        ]
 
     def _standard(self, example: Example) -> dict[str, Any]:
         for name in self.written(example):
@@ -155,7 +159,8 @@ class Layout:
         if optional and name not in example:
             return ""
         if not isinstance(example[name], str):
-            raise DataError(f"{name} is {type(example[name]).__name__}, not text.")
+            both = " Write all as text, or all as lists of messages." if isinstance(example[name], list) else ""
+            raise DataError(f"{name} is {type(example[name]).__name__}, not text.{both}")
         return _encodable(example[name], name)
 
     def _instruction(self, example: Example) -> list[Message]:
@@ -433,18 +438,11 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
 
 def _fits(layout: Layout, first: Example) -> bool:
     has_all = all(layout.columns[column] in first for column in FORMATS[layout.format].required)
-    keys = _keys_of_messages(first.get(layout.columns.get("messages", "")))
+    keys = keys_of_messages(first.get(layout.columns.get("messages", "")))
     return has_all and (not keys or layout.columns["role"] in keys)
-
-
-def _keys_of_messages(value: Any) -> list[str]:
-    """Return the keys of the first message, none for a value that is not a list of messages, or JSON of one."""
-    with suppress(ValueError, TypeError):
-        value = json.loads(value)
-    return list(value[0]) if isinstance(value, list) and value and isinstance(value[0], dict) else []
 
 
 def _describe(first: Example) -> str:
     """Return the columns, and for a list of messages the keys of a message."""
-    keys = {column: ", ".join(_keys_of_messages(value)) for column, value in first.items()}
+    keys = {column: ", ".join(keys_of_messages(value)) for column, value in first.items()}
     return ", ".join(f"{column} (a list with {of})" if of else column for column, of in keys.items())

@@ -215,8 +215,8 @@ def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern
     for end in [found.end() for found in re.finditer(f"{marks.pattern}|(?s:.)", prompt)][::-1]:
         numbered = re.sub(r"\d+", r"\\d+", re.escape(prompt[:end]))  # turns may be counted from the last one
         if found := re.compile(f"(?s:.*){numbered}").match(whole, floor, start):
-            at, other = found.end(), whole[found.end() : start]
-            if end < len(prompt) and other.strip() and not marks.match(prompt, end) and not marks.match(other):
+            at, left, other = found.end(), prompt[end:].lstrip(), whole[found.end() : start].lstrip()
+            if left and other and not marks.match(left) and not marks.match(other):
                 raise BadRowError(
                     "another header than at inference",
                     f"before an answer the chat template writes {excerpt(prompt[:end] + other)!r}, and its generation "

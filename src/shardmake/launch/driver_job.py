@@ -24,7 +24,7 @@ import psutil
 from shardmake.config.invocation import VARIABLE as CONFIG_VARIABLE
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.environment import OFFLINE
-from shardmake.core.errors import ShardmakeError, SlurmError
+from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
 from shardmake.core.log import configure_logging
 from shardmake.core.process import wait_until
 from shardmake.launch.driver_script import (
@@ -195,12 +195,13 @@ class DriverJob:
         self.record(snakemake_started=snakemake.returncode is None or snakemake.returncode < 0, end=end, **changes)
 
     def report(self, message: str) -> None:
-        """Log an error and notify the persons of all runs."""
+        """Log an error and notify the persons of all runs, whom a configuration that cannot be read does not name."""
         logger.error(message)
-        config = load_config(Path(self.workflow.config))
-        for run in self.workflow.runs:
-            rundir = self.folder.root.parent.parent / run
-            notify(config.runs[run], RunDir(rundir), "driver", "failed", message)
+        with contextlib.suppress(ConfigError):
+            config = load_config(Path(self.workflow.config))
+            for run in self.workflow.runs:
+                rundir = self.folder.root.parent.parent / run
+                notify(config.runs[run], RunDir(rundir), "driver", "failed", message)
 
     # ---- the next job -----------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ TOO_FEW_NODES = re.compile(r"requested node configuration is not available", re.
 TRANSIENT = re.compile(
     r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller"
     r"|does not answer|did not answer|zero bytes were transmitted|message (send|receive) failure"
-    r"|communication (connection|shutdown) failure|standby mode|MaxSubmitJob|does not take the job",
+    r"|communication (connection|shutdown) failure|standby mode|SubmitJob|does not take the job",
     re.IGNORECASE,
 )
 """Text of sbatch when Slurm does not answer, or has as many jobs of the user as it may, as opposed to a wrong job."""
@@ -226,9 +226,14 @@ def job_owners(run_folder: Path) -> dict[str, str]:
 
 
 def hides_jobs() -> bool:
-    """Return whether Slurm shows nobody the jobs of others."""
-    settings = run_slurm("scontrol", "show", "config").stdout
-    return re.search(r"^PrivateData\s*=.*\bjobs\b", settings, re.MULTILINE) is not None
+    """Return whether Slurm shows nobody the jobs of others; raise `SlurmError` if it does not answer."""
+    answer = run_slurm("scontrol", "show", "config")
+    if answer.returncode != 0:
+        raise SlurmError(
+            f"Cannot check whether Slurm shows the jobs of others: scontrol does not answer ({answer.stderr.strip()}). "
+            "Run the same command again once it works."
+        )
+    return re.search(r"^PrivateData\s*=.*\bjobs\b", answer.stdout, re.MULTILINE) is not None
 
 
 def list_jobs(purpose: str, *options: str, columns: str = "%i|%T|%R|%j|%S|%u|%o") -> dict[str, JobStatus]:
@@ -311,7 +316,10 @@ def submitted_job(answer: str | bytes) -> str:
     text = answer if isinstance(answer, str) else answer.decode()
     if found := re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE):
         return str(found[-1])
-    raise SlurmError(f"sbatch did not answer with 'Submitted batch job N': {text}")
+    raise SlurmError(
+        f"sbatch did not answer with 'Submitted batch job N' but {text.strip()!r}. Run the same command again once "
+        "squeue works."
+    )
 
 
 def training_request(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> SlurmRequest:

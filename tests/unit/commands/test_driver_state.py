@@ -93,9 +93,10 @@ def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(
         refuse_while_driven(Path("runs"), {"code", "other"})
     assert len(Path("asked").read_text().splitlines()) == 1
     slurm.write_text("")
+    monkeypatch.setenv("PATH", f"{Path('programs').absolute()}:{os.environ['PATH']}")
+    write_program(Path("programs/scontrol"), "echo 'PrivateData             = none'")
     refuse_while_driven(Path("runs"), {"code"})
     write_program(Path("programs/scontrol"), "echo 'PrivateData             = jobs,usage'")
-    monkeypatch.setenv("PATH", f"{Path('programs').absolute()}:{os.environ['PATH']}")
     with pytest.raises(
         ConfigError, match=r"^A driver job of ada may work on chat, code, and Slurm shows nobody the jobs"
     ):

@@ -138,6 +138,10 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("turns counted from the last", loop("<{{ m.role }}>{{ loop.revindex + 8 }}:{{ m.content }}</s>", "8:"),
      talk("u:a", "a:b", "u:", "a:d"),
      ["<user>9:a</s><assistant>8:[b</s>]", "<user>11:a</s><assistant>10:b</s><user>9:</s><assistant>8:[d</s>]"]),
+    ("a call without the words of the prompt", CALLS_NO_MORE.replace("T", "so: ").replace("{{ c.f", " <call>{{ c.f", 1),
+     talk("u:a", NAMED), ["(user)a</s>(assistant)so: [ <call>f{}</s>]"]),
+    ("words after a header without a line end", loop("<{{ m.role }}>{% if m.role == 'assistant' %}said {% endif %}"
+     "{{ m.content }}</s>", "\n"), talk("u:a", "a:b"), ["<user>a</s><assistant> [said b</s>]"]),
     ("parts", PARTS, talk("u:a", "a:b"), ["<user>a</s><assistant>[b</s>]"]),
     ("the system text moves", LATE_SYSTEM, talk("s:x", "u:a", "a:b"), ["<user>x:a<assistant>[b</s>]"]),
     ("a call with JSON in text", CALLS, talk("u:a", CALL, "t:r", "a:b"),

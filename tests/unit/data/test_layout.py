@@ -142,9 +142,11 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # cells of CSV
     ("prompt-completion", {"prompt": json.dumps(chat("u:a")), "completion": json.dumps(chat("a:b"), indent=1)},
      {"prompt": chat("u:a"), "completion": chat("a:b"), "tools": None}),
-    *(("prompt-completion", {"prompt": prompt, "completion": '[{"role": "a", "name": "b"}]'},
-       {"prompt": prompt, "completion": '[{"role": "a", "name": "b"}]', "tools": None})
-      for prompt in ("a", f"{json.dumps(chat('u:a'))} Say who.")),  # JSON that is not a conversation
+    *(("prompt-completion", {"prompt": f"{json.dumps(chat('u:a'))} Say who.", "completion": answer},
+       {"prompt": f"{json.dumps(chat('u:a'))} Say who.", "completion": answer, "tools": None})
+      for written in ([{"role": "user", "name": "b"}], [{"role": "actor", "content": "b"}], [{"from": "a", "value": 3}],
+                      [{"name": "f", "arguments": {"from": "a", "role": "user", "content": "b"}}])
+      for answer in (json.dumps(written), f"{json.dumps(written)}\n[]")),  # JSON that is not a conversation
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
     ("unpaired-preference", {"prompt": "a", "completion": "b", "label": "False"},
      {"prompt": "a", "completion": "b", "label": False, "tools": None}),
@@ -223,6 +225,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "a call without an end": ("chat", said("assistant", tool_calls=[{"name": "f", "arguments": "{"}])),
     "tools of a text": ("prompt-completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}),
     "messages as Python writes them": ("preference", {"chosen": str(chat("u:a", "a:b")), "rejected": str(chat("u:a", "a:c"))}),
+    "messages that end too early": ("chat", {"messages": json.dumps(chat("u:a", "a:b"))[:-3]}),
+    "a conversation as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("u:a", "a:b"))}),
     "no common beginning": ("preference", {"chosen": "a", "rejected": "b"}),
     "text and messages": ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}),
     "one answer": ("preference", {"prompt": "p", "chosen": "a"}),

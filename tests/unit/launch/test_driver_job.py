@@ -137,6 +137,14 @@ def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
     assert reports == ["Driver job 12 ends, and Slurm did not answer why. Run"] * (end == "failed")
 
 
+def test_an_error_is_reported_if_the_configuration_cannot_be_read(
+    job: DriverJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.workflow = job.workflow.model_copy(update={"config": str(tmp_path / "gone.yaml")})
+    job.report("No driver job continues.")
+    assert "No driver job continues." in caplog.text
+
+
 @pytest.mark.parametrize("command", ["exit 1", "kill -KILL $$"])
 @pytest.mark.parametrize(("signalled", "end"), [(True, "cancelled"), (False, "failed")])
 def test_a_snakemake_that_scancel_ended_first_has_not_failed(

@@ -128,6 +128,14 @@ def test_a_job_of_another_member_that_slurm_does_not_show_counts_until_its_nodes
     assert job_owners(rundir.root) == expected
 
 
+def test_no_answer_of_slurm_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_programs(tmp_path, monkeypatch, {"scontrol": "exit 1"})
+    with pytest.raises(SlurmError, match="scontrol does not answer"):
+        slurm_jobs.hides_jobs()
+    with pytest.raises(SlurmError, match=r"but 'queued'\. Run the same command again"):
+        slurm_jobs.submitted_job(b"queued\n")
+
+
 def test_a_line_with_the_name_of_the_cluster_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SLURM_CLUSTERS, also of one cluster, Slurm 22.05 prints it in spite of --noheader."""
     install_programs(tmp_path, monkeypatch, {"sinfo": "echo 'CLUSTER: other'; echo 'c1|down*'; echo 'c2|idle'"})

@@ -89,7 +89,8 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
 @pytest.mark.parametrize(("words", "logged"), [
     ("sbatch: error: allocation failure: Unable to contact slurm controller (connect failure)", "did not say"),
     ("sbatch: error: allocation failure: Socket timed out on send/recv operation", "did not say"),
-    ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nallocation failure: Job violates accounting/QOS policy", "did not say"),
+    *((f"sbatch: error: {limit}\nallocation failure: Job violates accounting/QOS policy", "did not say")
+      for limit in ("QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit")),
     ("allocation failure: Required node not available (down, drained or reserved)", "wait"),
     ("allocation failure: Required partition not available (inactive or drain)", "wait"),
     ("allocation failure: Requested nodes are busy", "wait"),
