@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardmake.memory.families import family_of, gives_sizes, written_down
+from shardmake.memory.families import family_of, written_down
 from shardmake.memory.model import Model
 
 
@@ -53,8 +53,7 @@ def text_part(config: Mapping[str, Any], source: str) -> Model | None:
         return None
     if composite.renames_text:
         text = {**text, "model_type": text_type(text)}
-    family = family_of(text)
-    if family is None or not gives_sizes(family, text):
+    if (family := family_of(text)) is None:
         return None
     tied = config.get("tie_word_embeddings", composite.tied)
     model = written_down(family, {**text, "tie_word_embeddings": tied}, source, "model.language_model")

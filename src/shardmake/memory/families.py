@@ -220,15 +220,15 @@ LISTED = ("layer_types", "no_rope_layers")
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """Return the family of a config.json of text alone; None if it is not written down."""
+    """Return the family of a config.json of text alone; None if it is not written down, or sizes do not follow."""
     family = FAMILIES.get(str(config.get("model_type")))
     values = _filled(family, config) if family else {}
     plain = {"per_layer_config": None, **family.plain} if family else {}
     if family is None or any(values.get(key) and values[key] != value for key, value in plain.items()):
         return None
     listed = [config[key] for key in LISTED if config.get(key) and (family.full_every or family.rotates != "all")]
-    layers = config.get("num_hidden_layers")
-    return family if all(isinstance(one, list) and len(one) == layers for one in listed) else None
+    fits = all(isinstance(one, list) and len(one) == config.get("num_hidden_layers") for one in listed)
+    return family if fits and _gives_sizes(family, config) else None
 
 
 def written_down(family: Family, config: Mapping[str, Any], source: str, root: str = "model") -> Model:
@@ -299,14 +299,13 @@ def as_classifier(model: Model) -> Model:
     )
 
 
-def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
+def _gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     """Return True if all sizes follow from ``config`` and are possible."""
     values = _filled(family, config)
     sizes = [values.get(field) for field in SIZE_FIELDS] + [values[one] for one in OPTIONAL_SIZES if one in values]
     if family.experts:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
-    if family.experts == "sigmoid":
-        sizes.append(values.get("n_shared_experts"))
+    sizes += [values.get("n_shared_experts")] if family.experts == "sigmoid" else []
     more = ("q_lora_rank", *latent_attention.SIZES, *LINEAR_SIZES, "shared_expert_intermediate_size")
     sizes += [values[name] for name in more if name in family.defaults]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
@@ -333,7 +332,7 @@ def _count(values: Mapping[str, Any]) -> Any:
 def _filled(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``config`` with the defaults of ``family`` for what it leaves open."""
     values = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
-    by_layer = family.layer_sizes is gemma4 and values.get("per_layer_config")
+    by_layer = family.layer_sizes is gemma4 and "per_layer_config" in values
     return values | (of_full_attention(values) if by_layer else {})
 
 

@@ -30,16 +30,15 @@ def hybrid(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) ->
 
 
 def of_full_attention(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of Gemma 4's full attention, which transformers 5.23 saves for each layer that has it.
+    """Return the sizes of Gemma 4's full attention, which transformers 5.23 saves for each layer with other sizes.
 
-    Empty if ``per_layer_config`` has other sizes.
+    Empty if ``per_layer_config`` has sizes of other layers or parts.
     """
     layers, kinds = values["per_layer_config"], values.get("layer_types")
-    if not isinstance(layers, Mapping) or not isinstance(kinds, list):
-        return {}
-    sizes = next(iter(layers.values()), None)
     names = {"head_dim": "global_head_dim"} | ({_HEADS: _FULL_HEADS} if values.get("attention_k_eq_v") else {})
-    full = dict.fromkeys((str(index) for index, kind in enumerate(kinds) if kind == "full_attention"), sizes)
-    if layers != full or not isinstance(sizes, Mapping) or not {"head_dim"} <= sizes.keys() <= names.keys():
+    sizes: Any = next(iter(layers.values()), {}) if isinstance(layers, Mapping) else None
+    listed = enumerate(kinds if isinstance(kinds, list) and sizes else ())
+    full = {str(index): sizes for index, kind in listed if kind == "full_attention"}
+    if layers != full or not isinstance(sizes, Mapping) or not sizes.keys() <= names.keys():
         return {}
-    return {"per_layer_config": None, **{names[name]: size for name, size in sizes.items()}}
+    return {"per_layer_config": None, **{names[name]: sizes.get(name, values.get(name)) for name in names}}

@@ -15,15 +15,7 @@ from shardmake.checkpoint.formats.contents import are_apart
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.composites import COMPOSITES, text_part
-from shardmake.memory.families import (
-    FAMILIES,
-    MOST_LAYERS,
-    OPTIONAL_SIZES,
-    SIZE_FIELDS,
-    family_of,
-    gives_sizes,
-    written_down,
-)  # fmt: skip
+from shardmake.memory.families import FAMILIES, MOST_LAYERS, OPTIONAL_SIZES, SIZE_FIELDS, family_of, written_down
 from shardmake.memory.model import HEADS, INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
 from shardmake.memory.parameter_inventory import causal_class
 from shardmake.run.model_class import TIE
@@ -54,8 +46,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_cod
     """Return the model that a parsed config.json describes; errors name the file ``source``."""
     _check_config(config, source, trust_remote_code)
     if not has_own_class(config, trust_remote_code):
-        family = family_of(config)
-        if family is not None and gives_sizes(family, config):
+        if (family := family_of(config)) is not None:
             return written_down(family, config, source)
         if (model := text_part(config, source)) is not None:
             return model
