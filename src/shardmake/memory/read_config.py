@@ -7,16 +7,17 @@ separate process, once per config and version.
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import are_apart
+from shardmake.checkpoint.formats.contents import StoredTensor, are_apart
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.composites import COMPOSITES, text_part
 from shardmake.memory.families import FAMILIES, MOST_LAYERS, OPTIONAL_SIZES, SIZE_FIELDS, family_of, written_down
-from shardmake.memory.model import HEADS, INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
+from shardmake.memory.model import HEADS, INVENTORY, MODELS, Model, has_own_class, inventory_request, tensors_from_json
 from shardmake.memory.parameter_inventory import causal_class
 from shardmake.run.model_class import TIE
 
@@ -65,7 +66,15 @@ def _has_own_head(model: Model, folder: Path) -> bool:
     ends = tuple(".".join(["", *it.name.split(".")[-2:]]) for it in model.tensors if it.kind == "embedding")
     heads = [one for one in held if f".{one.name}".endswith(tuple(f".{head}.weight" for head in HEADS))]
     owners = [one for one in held if f".{one.name}".endswith(ends) and [one.shape] == [head.shape for head in heads]]
-    return len(owners) == 1 and are_apart(heads[0], owners[0])
+    return len(owners) == 1 and _are_apart(
+        *heads, *owners, *(piece.record.path.stat().st_mtime_ns for one in heads + owners for piece in one.pieces)
+    )
+
+
+@lru_cache(maxsize=MODELS)
+def _are_apart(head: StoredTensor, embedding: StoredTensor, *_changed: int) -> bool:
+    """Return `are_apart`, which reads both whole; an estimate asks again for each change that it suggests."""
+    return are_apart(head, embedding)
 
 
 def _kind_of_adapters(folder: Path) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
+from shardmake.checkpoint.formats.contents import are_apart
 from shardmake.checkpoint.formats.hub_layout import HubWeight, Part
 from shardmake.commands.estimate import resolve_request
 from shardmake.commands.estimate_request import EstimateRequest
@@ -23,6 +25,7 @@ from shardmake.config.models import Run
 from shardmake.consolidate import loading
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.fetch import dequantize
+from shardmake.memory import read_config
 from shardmake.memory.composites import COMPOSITES
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.model import is_head
@@ -195,6 +198,8 @@ def test_a_head_in_the_files_that_is_not_the_embedding_is_untied(
 ) -> None:
     """Mistral Small 3.1 has no ``tie_word_embeddings``, and in its class that is true by default."""
     monkeypatch.setattr(abilities, "_ask", lambda *_, **__: {})
+    compare = Mock(wraps=are_apart)
+    monkeypatch.setattr(read_config, "are_apart", compare)
     text = {**SIZES, "model_type": "mistral"}
     whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
     config = whole if kind == "mistral3" else {**LLAMA, "tie_word_embeddings": True}
@@ -211,6 +216,9 @@ def test_a_head_in_the_files_that_is_not_the_embedding_is_untied(
         assert model.untied is apart and model.tied is not apart
         assert sum(is_head(tensor) for tensor in model.tensors) == apart
         assert resolved(make_run(model=str(tmp_path))).workload.model_class.untied is apart
+    assert compare.call_count == 3, (
+        "the two weights are read once, although an estimate reads the model again and again"
+    )
 
 
 def test_another_spelling_of_the_class(tmp_path: Path) -> None:
