@@ -58,7 +58,7 @@ def test_cores_the_hubs_cache_and_a_folder_that_cannot_be_written(tmp_path: Path
 def test_a_scratch_folder_must_hold_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.check_scratch_folder(str(tmp_path)).verdict is OK
     missing = host.check_scratch_folder(f"{tmp_path}/missing")
-    assert missing.verdict is STOPS and "cannot be written" in missing.found
+    assert missing.verdict is STOPS and "does not exist" in missing.found
     monkeypatch.setattr(host.subprocess, "run", Mock(side_effect=PermissionError(13, "Permission denied")))
     mounted_noexec = host.check_scratch_folder(str(tmp_path))
     assert mounted_noexec.verdict is STOPS and "noexec" in mounted_noexec.advice

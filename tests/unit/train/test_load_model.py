@@ -45,7 +45,7 @@ def test_ranks_that_read_the_weights_and_where_to(
     on_gpu: bool,
 ) -> None:  # fmt: skip
     """Accelerate does not broadcast 4-bit weights; under ZeRO-3 transformers reads on rank 0 alone."""
-    monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
+    monkeypatch.setattr(ModelClass, "load_base", lambda *_, **options: options)
     monkeypatch.setattr(load_model, "check_all_loaded", lambda *_, **__: None)
     monkeypatch.setattr(load_model, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: None))
     monkeypatch.setattr(load_model, "_empty_model", lambda *given: None)
