@@ -217,9 +217,7 @@ class MergePlan:
         return replace(self, contents=contents, untied={**self.untied, **untied})
 
     def _base_unties(self, ties: Iterable[tuple[str, str]]) -> bool:
-        """Return True if the base model's files hold other values for both of two tied weights: transformers unties
-        them.
-        """
+        """Return True if the base's files hold different values for two tied weights: transformers unties them."""
         if self.base is None or not huggingface.is_complete(self.base):
             return False
         held = huggingface.read(self.base).tensors

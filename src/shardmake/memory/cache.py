@@ -20,7 +20,7 @@ _LIBRARIES = (
     "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
     "torch.fx.experimental.symbolic_shapes", "shardmake.memory.tracer",
 )  # fmt: skip
-"""Imports of the helpers besides a model's own classes: a Llama needs what all decoders do."""
+"""Imports of the helpers besides a model's own classes: what all decoders need, as a Llama does, and a first trace."""
 
 
 def cached_path(module: str, request: Mapping[str, Any], sources: tuple[Path, ...] = ()) -> Path:
