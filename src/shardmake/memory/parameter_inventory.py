@@ -39,12 +39,12 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
 
     parsed = parse_config(config, source, trust_remote_code)
     named = next(iter(config.get("architectures") or []), "")
-    is_named = hasattr(transformers, named) and not (
-        has_own_class(config, trust_remote_code) or composite_class(parsed)
-    )
-    chosen = ModelClass(name=named) if is_named else find_class(config, parsed, source, trust_remote_code)
-    with _explained(f"{source}: transformers cannot build this model"), torch.device("meta"):
-        return chosen.build(parsed)
+    with _explained(f"{source}: transformers cannot build this model"):
+        own = has_own_class(config, trust_remote_code) or composite_class(parsed)
+        is_named = hasattr(transformers, named) and not own
+        chosen = ModelClass(name=named) if is_named else find_class(config, parsed, source, trust_remote_code)
+        with torch.device("meta"):
+            return chosen.build(parsed)
 
 
 def find_class(values: Mapping[str, Any], config: Any, source: str, trust_remote_code: bool) -> ModelClass:

@@ -46,10 +46,12 @@ BUCKETS = Buckets(2048**2, int(0.9 * 2048**2), 20480)
 ALWAYS = (("mixtral", "zero3", "lora", True), ("gemma", "ddp", "qlora", False), ("granite", "fsdp", "full", True))
 ALLOCATED = 0.01
 RESERVED = 0.03
-"""The peak of the cache differs by a segment or two if a block is taken in another order."""
-TOO_LOW, TOO_HIGH = -0.02, 0.15
-"""The closed form counts all gradients with the activations of any layer, so it may be too high. With adapters of fused
-experts under ZeRO-3 it is 1.5 % too low."""
+SEGMENTS = 4
+"""The peak of the cache differs by some segments if blocks are taken in another order: here by up to four of the size
+of the largest weight, at the sizes of an 8B model by 0.5 %, and by 6 % under ZeRO-1."""
+TOO_LOW, TOO_HIGH = -0.06, 0.28
+"""The closed form counts all gradients with the activations of any layer, and under FSDP those of experts twice. A
+candidate that it finds up to 1.4 times as large as the GPU is simulated, as is every one that it finds small enough."""
 
 
 def _cells() -> Iterator[Any]:
@@ -117,5 +119,6 @@ def test_the_plan_has_the_memory_of_the_whole_trace(cell: Cell, whole_step: Call
     allocated, expected = (one.peaks[one.highest()].total for one in (planned, traced))
     assert allocated == pytest.approx(expected, rel=ALLOCATED, abs=more)
     reserved = traced.reserved()
-    assert planned.reserved() == pytest.approx(reserved, abs=RESERVED * reserved + more)
+    largest = weight_bytes(case) * max(tensor.numel for tensor in case.model.tensors)
+    assert planned.reserved() == pytest.approx(reserved, abs=max(RESERVED * reserved, SEGMENTS * largest) + more)
     assert TOO_LOW <= scanned.gpu.allocated / allocated - 1 <= TOO_HIGH
