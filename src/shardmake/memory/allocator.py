@@ -7,13 +7,14 @@ neighbours. Every stream has separate blocks.
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import count
 
 from shardmake.core.units import MIB
 
 ROUND = 512
 SMALL = 1 * MIB
-SMALL_SEGMENT = 2 * MIB
 LARGE = 10 * MIB
 LARGE_SEGMENT = 20 * MIB
 SEGMENT_ROUND = 2 * MIB
@@ -28,95 +29,73 @@ def rounded(size: int) -> int:
 @dataclass(slots=True, eq=False)
 class _Block:
     size: int
-    pool: "_Pool"
     number: int
+    keys: list[int]
+    """Keys of the free blocks of its stream and size class."""
     before: "_Block | None" = None
     after: "_Block | None" = None
     free: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Pool:
-    """Free blocks of one stream and size class, sorted by size and number; one integer holds both, for speed."""
-
-    least_rest: int
-    keys: list[int] = field(default_factory=list)
-    blocks: dict[int, _Block] = field(default_factory=dict)
-
-    def put(self, block: _Block) -> None:
-        block.free = True
-        key = block.size << NUMBER_BITS | block.number
-        insort(self.keys, key)
-        self.blocks[key] = block
-
-    def remove(self, block: _Block) -> None:
-        key = block.size << NUMBER_BITS | block.number
-        del self.keys[bisect_left(self.keys, key)], self.blocks[key]
-
-
 class CachingAllocator:
     """The allocator's state; ``peak`` is the largest total of its segments.
 
-    If a new segment would exceed ``limit``, all segments without an allocated block are released first.
+    If a new segment would exceed ``limit``, all segments without an allocated block are released first. A key holds the
+    size and number of a free block, to sort them. Functions are not called for what can be written here, for speed.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.reserved = self.peak = self._numbers = 0
-        self._limit = limit
-        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self.reserved = self.peak = 0
+        self._limit, self._numbers = limit, count()
+        self._keys: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        self._free: dict[int, _Block] = {}
         self._taken: dict[int, _Block] = {}
 
     def alloc(self, key: int, size: int, stream: int = 0) -> None:
-        """Allocate ``size`` bytes under ``key``; what remains of its block is a new one."""
-        size = rounded(size)
-        small = size <= SMALL
-        if (pool := self._pools.get((stream, small))) is None:
-            pool = self._pools[stream, small] = _Pool(ROUND if small else SMALL + 1)
-        keys = pool.keys
+        """Allocate ``size`` bytes, which are `rounded`, under ``key``; what remains of its block is a new one."""
+        keys = self._keys[stream][small := size <= SMALL]
         place = bisect_left(keys, size << NUMBER_BITS)
-        block = pool.blocks.pop(keys.pop(place)) if place < len(keys) else self._segment(size, pool)
+        self._taken[key] = block = self._free.pop(keys.pop(place)) if place < len(keys) else self._segment(size, keys)
         block.free = False
-        if (rest := block.size - size) >= pool.least_rest:
-            self._numbers += 1
-            tail = _Block(rest, pool, self._numbers, block, block.after)
-            if tail.after is not None:
-                tail.after.before = tail
-            block.size, block.after = size, tail
-            pool.put(tail)
-        self._taken[key] = block
+        if (rest := block.size - size) >= (ROUND if small else SMALL + 1):
+            block.size, after = size, block.after
+            tail = block.after = _Block(rest, next(self._numbers), keys, block, after, True)
+            if after is not None:
+                after.before = tail
+            insort(keys, number := rest << NUMBER_BITS | tail.number)
+            self._free[number] = tail
 
     def free(self, key: int) -> None:
         """Free the block of ``key``, and join it with free neighbours."""
         block = self._taken.pop(key)
-        pool, before, after = block.pool, block.before, block.after
+        keys, before, after = block.keys, block.before, block.after
         if after is not None and after.free:
-            pool.remove(after)
-            _join(block, after)
+            self._remove(after)
+            block.size += after.size
+            block.after = after = after.after
+            if after is not None:
+                after.before = block
         if before is not None and before.free:
-            pool.remove(before)
-            _join(before, block)
+            self._remove(before)
+            before.size += block.size
+            before.after = after
+            if after is not None:
+                after.before = before
             block = before
-        pool.put(block)
+        block.free = True
+        insort(keys, number := block.size << NUMBER_BITS | block.number)
+        self._free[number] = block
 
-    def _segment(self, size: int, pool: _Pool) -> _Block:
-        large = LARGE_SEGMENT if size < LARGE else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
-        length = SMALL_SEGMENT if size <= SMALL else large
+    def _segment(self, size: int, keys: list[int]) -> _Block:
+        length = LARGE_SEGMENT if SMALL < size < LARGE else -(-max(size, 1) // SEGMENT_ROUND) * SEGMENT_ROUND
         if self._limit is not None and self.reserved + length > self._limit:
-            self._release()
+            for block in [one for one in self._free.values() if one.before is None and one.after is None]:
+                self._remove(block)
+                self.reserved -= block.size
         self.reserved += length
         self.peak = max(self.peak, self.reserved)
-        self._numbers += 1
-        return _Block(length, pool, self._numbers)
+        return _Block(length, next(self._numbers), keys)
 
-    def _release(self) -> None:
-        for pool in self._pools.values():
-            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
-                pool.remove(block)
-                self.reserved -= block.size
-
-
-def _join(left: _Block, right: _Block) -> None:
-    left.size += right.size
-    left.after = right.after
-    if right.after is not None:
-        right.after.before = left
+    def _remove(self, block: _Block) -> None:
+        number = block.size << NUMBER_BITS | block.number
+        del block.keys[bisect_left(block.keys, number)], self._free[number]

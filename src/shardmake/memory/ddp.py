@@ -135,7 +135,7 @@ def parts_of(events: StepEvents, last_block: int) -> StepParts:
         kind = event[0]
         if kind in ("alloc", "free") and event[1] not in apart:
             if timeline is None:
-                parts.append(timeline := Timeline(live=whole.live, keys=whole.keys))
+                parts.append(timeline := Timeline("", live=whole.live, keys=whole.keys))
             if kind == "alloc":
                 keys[event[1]] = timeline.alloc(event[2], term)
             else:

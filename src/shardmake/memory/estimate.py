@@ -79,17 +79,24 @@ def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = Non
 
 
 def simulate(scenario: Scenario, buckets: Buckets, step: StepParts) -> Timeline:
-    """Simulate two optimizer steps, the second with up to two micro steps; all later steps are like it."""
-    timeline = Timeline()
+    """Simulate two optimizer steps, the second with up to two micro steps; the first micro steps of both are alike."""
+    whole, timeline, last = Timeline(), Timeline(), len(scenario.model.blocks) - 1
     memory = rank_memory(scenario, buckets, timeline)
     memory.load()
     timeline.enter("load")
+    whole.repeat(timeline.cut())
+    replay(step, memory, timeline, last)
+    first, live, gradients = timeline.cut(), {**timeline.live}, {**memory.gradients}
     for micro_steps in (1, min(scenario.accumulation, 2)):
-        for _ in range(micro_steps):
-            replay(step, memory, timeline, len(scenario.model.blocks) - 1)
+        whole.repeat(first)
+        timeline.live.update(live)
+        memory.gradients.update(gradients)
+        for _ in range(micro_steps - 1):
+            replay(step, memory, timeline, last)
         timeline.enter("optimizer step")
         memory.step()
-    return timeline
+        whole.repeat(timeline.cut())
+    return whole
 
 
 def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:

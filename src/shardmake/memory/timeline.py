@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 
 from shardmake.memory.allocator import CachingAllocator, rounded
 
@@ -34,12 +35,12 @@ class Timeline:
     _peak: int = 0
     _reserved: dict[int | None, int] = field(default_factory=dict)
 
-    def enter(self, phase: str) -> None:
-        """Begin ``phase``; its peak starts from the memory allocated now."""
+    def enter(self, phase: str, more: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Begin ``phase``; its peak is at least the memory allocated now, with ``more`` of some terms."""
         self.phase = phase
         self._peak = self.peaks[phase].total if phase in self.peaks else 0
-        if self._total >= self._peak:
-            self._record_peak({})
+        if self._total + sum(more.values()) >= self._peak:
+            self._record_peak(more)
 
     def alloc(self, size: int, term: str, stream: int = COMPUTE) -> int:
         """Allocate ``size`` bytes for ``term``; return the key to free them."""
@@ -69,13 +70,22 @@ class Timeline:
         self.events.append((key, -1, 0))
 
     def repeat(self, part: "Timeline") -> None:
-        """Record the allocations and frees of ``part`` again."""
-        self.events += part.events
-        for peak in part.peaks.values():
-            if self._total + peak.total > self._peak:
+        """Record the allocations and frees of ``part`` again, in its phases; without a name in this one."""
+        for phase, peak in part.peaks.items():
+            if phase:
+                self.enter(phase, peak.terms)
+            elif self._total + peak.total > self._peak:
                 self._record_peak(peak.terms)
-        self._terms.update(part._terms)
+        self.events += part.events
+        for term, size in part._terms.items():
+            self._terms[term] += size
         self._total += part._total
+
+    def cut(self) -> "Timeline":
+        """Return what is recorded, and begin anew; what is live stays live."""
+        part = Timeline(events=self.events, peaks=self.peaks, _terms=self._terms, _total=self._total)
+        self.events, self.peaks, self._terms, self._total, self._peak = [], {}, Counter(), 0, 0
+        return part
 
     def rename(self, key: int, term: str) -> None:
         """Count the memory of ``key`` under another term from now on."""

@@ -315,6 +315,7 @@ def parallel_styles(model_type: str, kind: Literal["tp", "ep"]) -> frozenset[str
     return frozenset()
 
 
+@cache
 def table_keys(package: str, file: str, table: str) -> set[str] | None:
     """Return the keys of a dictionary in the source of an installed package; None if it is not there."""
     source = _folder(package) / file

@@ -1,12 +1,13 @@
 """The planner: the memory, verdict and time of each candidate of a run, in closed form or simulated."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from functools import cache, partial
+from dataclasses import asdict, replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.config.user_file_keys import estimated_values
 from shardmake.core.nested import overlay
 from shardmake.memory import calibration, closed_form, estimate, states
@@ -25,18 +26,19 @@ from shardmake.plan.step_time import step_time
 from shardmake.plan.verdict import error_of, judge
 from shardmake.run.plan import Choice
 
-Found = TypeVar("Found")
+_profile, _micro_step = lru_cache(maxsize=1024)(closed_form.profile), lru_cache(maxsize=12)(step_of)
 
 
 class Planner:
-    """Estimates candidates of one run; profiles and events that candidates share are computed once."""
+    """Estimates candidates of one run; what candidates, also of other runs, share is computed once."""
 
     def __init__(self, settings: ResolvedRun, least: Callable[[Choice], int] | None = None) -> None:
         self.settings = settings
         self._least = least
         """The bytes that activations of a choice take at least, where that is known without a trace."""
-        self._steps: dict[tuple[object, ...], Any] = {}
         self._candidates: dict[Choice, Candidate] = {}
+        self._kept = settings.run.checkpoints.most(settings.run.max_steps)
+        self._last = Timeline()
 
     def _parts(self, choice: Choice) -> tuple[Scenario, Buckets]:
         return scenario_of(self.settings, choice), buckets_of(self.settings, choice)
@@ -65,13 +67,13 @@ class Planner:
 
     def forward_bytes(self, choice: Choice) -> int:
         """Return the most bytes of activations in the forward pass of ``choice``, up to the loss."""
-        return self._once(closed_form.profile, scenario_of(self.settings, choice)).forward
+        return _profile(_of_step(scenario_of(self.settings, choice))).forward
 
     def scan(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory in closed form, without activations if a trace could not make it fit."""
         scenario, buckets = self._parts(choice)
         hopeless = self.settings.model.decoder is None and not self.can_hold(choice)
-        activations = closed_form.NOTHING if hopeless else self._once(closed_form.profile, scenario)
+        activations = closed_form.NOTHING if hopeless else _profile(_of_step(scenario))
         memory = estimate.estimate_closed_form(scenario, buckets, activations, self._kept)
         return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 
@@ -79,28 +81,21 @@ class Planner:
         """Return ``choice`` with its memory from a simulated step; it is simulated once."""
         if choice not in self._candidates:
             scenario, buckets = self._parts(choice)
-            step = cache(lambda: simulate(scenario, buckets, self._once(step_of, scenario)))
-            on = partial(self._simulated, scenario, buckets, step)
+            on = partial(self._simulated, scenario, buckets, cache(partial(self._step, scenario, buckets)))
             memory = on(self.settings.hardware.gpu_memory)
             found = self._candidate(choice, scenario, memory, lambda size: on(size).gpu.device, simulated=True)
             self._candidates[choice] = found
         return self._candidates[choice]
 
+    def _step(self, scenario: Scenario, buckets: Buckets) -> Timeline:
+        """Return the simulated step; where it offloads to makes no difference: then the last one, with its results."""
+        found, last = simulate(scenario, buckets, _micro_step(_of_step(scenario))), self._last
+        self._last = last if (found.events, found.peaks) == (last.events, last.peaks) else found
+        return self._last
+
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         """Return the estimate on a GPU of ``capacity`` bytes; ``step`` simulates it, once for all capacities."""
         return estimate.whole(scenario, buckets, estimate.memory_of(scenario, step(), capacity), self._kept)
-
-    def _once(self, find: Callable[[Scenario], Found], scenario: Scenario) -> Found:
-        """Return what ``find`` returns, once for the candidates that share a micro step."""
-        key = (find, scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
-        if key not in self._steps:
-            self._steps[key] = find(scenario)
-        found: Found = self._steps[key]
-        return found
-
-    @property
-    def _kept(self) -> int:
-        return self.settings.run.checkpoints.most(self.settings.run.max_steps)
 
     def _candidate(
         self, choice: Choice, scenario: Scenario, memory: Estimate, device_on: Callable[[int], int], *, simulated: bool
@@ -139,6 +134,12 @@ class CachedPlanner(Planner):
         values["calibration"] = scenario.calibration and asdict(scenario.calibration)
         request = {"model": scenario.model.key, "settings": values, "kept": self._kept, "capacity": capacity}
         return cached_path("shardmake.plan.estimate", request | {"buckets": vars(buckets)})
+
+
+def _of_step(scenario: Scenario) -> Scenario:
+    """Return ``scenario`` with one value for all of what does not change its micro step."""
+    same = replace(scenario, nodes=1, accumulation=1, gradient_dtype=None, optimizer=DEFAULT_OPTIMIZER)
+    return replace(same, strategy="ddp" if scenario.autocast else "zero2", loads_on_gpu=False)
 
 
 def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention
 from shardmake.config.models import Cluster, Objective, Precision, Run
@@ -9,7 +10,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
-from shardmake.memory.model import Model, Split, count_rates, fused_experts, has_own_class, split
+from shardmake.memory.model import MODELS, Model, Split, count_rates, fused_experts, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan import refusals
 from shardmake.plan.abilities import Abilities, check_not_quantized, find_abilities
@@ -18,6 +19,9 @@ from shardmake.plan.refusals import has_flash_attention_2, needed_for_flash, ref
 from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
+
+_first = lru_cache(maxsize=MODELS)(lambda one: one)
+"""Returns the first of equal models or splits, which caches find without comparing all tensors."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         model = replace(model, decoder=None)
     return ResolvedRun(
         run=run,
-        model=model,
-        split=part,
+        model=_first(model),
+        split=_first(part),
         cluster=cluster,
         hardware=hardware,
         precision=precision,

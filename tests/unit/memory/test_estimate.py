@@ -11,7 +11,8 @@ from shardmake.core.units import GIB
 from shardmake.doctor.gpu_report import GpuReport
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import estimate_closed_form, gpu_memory, outside, simulate, step_of
+from shardmake.memory.ddp import replay
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory, outside, rank_memory, simulate, step_of
 from shardmake.memory.model import selected_experts, split, with_experts
 from shardmake.memory.read_config import from_config
 from shardmake.memory.timeline import Timeline
@@ -63,6 +64,24 @@ def test_a_step_in_parts_has_the_memory_of_its_single_events(strategy: Strategy)
         [*peak.terms] for peak in other.peaks.values()
     ]
     assert (one.reserved(), one.resident()) == (other.reserved(), other.resident())
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "fsdp-hybrid"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_repeated_micro_step_has_the_memory_of_one_simulated_again(strategy: Strategy, accumulation: int) -> None:
+    case = scenario(SMALL, strategy=strategy, accumulation=accumulation, split=split(SMALL, "full"))
+    step, timeline = step_of(case), Timeline()
+    memory = rank_memory(case, SMALL_BUCKETS, timeline)
+    memory.load()
+    timeline.enter("load")
+    for micro_steps in (1, accumulation):
+        for _ in range(micro_steps):
+            replay(step, memory, timeline, 2)
+        timeline.enter("optimizer step")
+        memory.step()
+    found = simulate(case, SMALL_BUCKETS, step)
+    assert found.peaks == timeline.peaks and len(found.events) == len(timeline.events)
+    assert (found.reserved(), found.resident()) == (timeline.reserved(), timeline.resident())
 
 
 @pytest.mark.parametrize(("more", "less"), ORDER)
