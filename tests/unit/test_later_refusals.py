@@ -36,7 +36,7 @@ ROWS: dict[Why | str, str] = {
         evaluate/scores.py:as_record
     """,
     Why.WEIGHTS: """
-        checkpoint/formats/hub_layout.py:check_all_loaded checkpoint/formats/hub_layout.py:in_class_layout
+        checkpoint/formats/hub_layout.py:in_class_layout
         train/load_model.py:load_model
     """,
     Why.RANKS: """

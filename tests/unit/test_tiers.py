@@ -23,7 +23,7 @@ def test_the_tier_follows_from_file_and_name() -> None:
     )
     assert not belongs_to_make_test("tests/cluster/test_queue.py::test_any")
     assert takes_long("tests/cluster/test_container.py::test_any")
-    assert takes_long("tests/workflow/test_loading.py::test_zero3_reads_on_rank_0_only")
+    assert takes_long("tests/workflow/test_loading.py::test_two_ranks_under_zero3_take_one_copy")
     assert not takes_long("tests/workflow/test_loading.py::test_fsdp_loads_on_the_first_rank_only")
     assert not takes_long("tests/cluster/test_queue.py::test_any")
 

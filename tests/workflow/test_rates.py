@@ -79,7 +79,7 @@ def plain(
     del settings.arguments["ddp_backend"]
     arguments = TrainingArguments(str(tmp_path_factory.mktemp("plain")), **named_arguments(settings.arguments))
     arguments.save_strategy = arguments.eval_strategy = "no"
-    model = load_model(settings)
+    model = load_model(settings, arguments)
     optimizer = optimizer_of(model, request.param)
     data = forked.checkout.run / "data"
     rows = WholeBatches(Sequences(data, "train"), plan.choice.global_batch_size)

@@ -59,7 +59,7 @@ _MODULE: Final = (
     "_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters",
 )  # fmt: skip
 _PRETRAINED: Final = (
-    "_adjust_missing_and_unexpected_keys", "_from_config", "_is_hf_initialized", "_keys_to_ignore_on_load_unexpected",
+    "_from_config", "_is_hf_initialized", "_keys_to_ignore_on_load_unexpected",
     "_no_split_modules", "_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa",
 )  # fmt: skip
 NAMES: Final = (

@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmake.checkpoint.formats.hub_layout import check_all_loaded
 from shardmake.config.models import EvaluationBackend
 from shardmake.config.settings import MICRO_BATCH
 from shardmake.config.strategies import PARTITIONED_INFERENCE
@@ -147,15 +147,16 @@ def load_model(
     Raises `ModelError` if weights are missing or unexpected.
     """
     import torch
+    from transformers import AutoConfig
 
     has_gpu = torch.cuda.is_available()
-    options: dict[str, Any] = {
-        "revision": revision or "main",
-        "trust_remote_code": trust_remote_code,
-        "dtype": "auto" if has_gpu else torch.float32,
-    }
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {**source, "dtype": "auto" if has_gpu else torch.float32}
     if backend in PARTITIONED_INFERENCE:
-        return _load_partitioned(model, model_class, options, _zero3_config(model, options, backend, nvme))
+        config = AutoConfig.from_pretrained(model, **source, **(model_class.config_changes if model_class else {}))
+        options["dtype"] = (config.dtype if has_gpu else None) or torch.float32
+        zero3 = _zero3_config(options["dtype"], backend, nvme)
+        return _load_partitioned(model, model_class, options, config, zero3)
     if backend == "device-map":
         options |= _device_map(this_machine(nvme))
     elif has_gpu:
@@ -177,25 +178,32 @@ def _load_whole(model: str, model_class: ModelClass | None, options: dict[str, A
 
 
 def _load_partitioned(
-    model: str, model_class: ModelClass | None, options: dict[str, Any], config: dict[str, Any]
+    model: str, model_class: ModelClass | None, options: dict[str, Any], config: Any, zero3: dict[str, Any]
 ) -> "PreTrainedModel":
     """Load with ZeRO-3: each rank keeps its part of every weight; DeepSpeed's hooks gather layer by layer."""
     import deepspeed
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    # While this object exists, from_pretrained partitions, and generate runs equally long on all ranks.
-    partitioning = HfDeepSpeedConfig(config)
-    network = _load_whole(model, model_class, options)
-    check_all_loaded(network, model, options["revision"])
-    engine, *_ = deepspeed.initialize(model=network, config=config)
+    from shardmake.train.load_model import load_sharded
+
+    own = partial(AutoModelForCausalLM.from_config, trust_remote_code=options["trust_remote_code"])
+    build = partial(model_class.build if model_class else own, config, dtype=options["dtype"])
+    load = partial(_load_whole, model, model_class, options)
+    partitioning = HfDeepSpeedConfig(zero3)  # while this object exists, generate runs equally long on all ranks
+    network = load_sharded(load, build, partitioning, options["dtype"])
+    generation = [network.generation_config]
+    dist.broadcast_object_list(generation)
+    network.generation_config = generation[0]
+    engine, *_ = deepspeed.initialize(model=network, config=zero3)
     engine.module.partitioning = partitioning
     return engine.module.eval()
 
 
-def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBackend, nvme: str | None) -> dict[str, Any]:
+def _zero3_config(dtype: Any, backend: EvaluationBackend, nvme: str | None) -> dict[str, Any]:
     """Return DeepSpeed's settings for inference: no optimizer, parameters partitioned and, for some, offloaded."""
     import torch
-    from transformers import AutoConfig
 
     zero: dict[str, Any] = {"stage": 3}
     if device := PARTITIONED_INFERENCE[backend]:
@@ -203,9 +211,5 @@ def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBacken
     if device == "nvme":
         check_backend(backend, nvme)
         zero["offload_param"] |= {"nvme_path": str(process_folder("offload", nvme))}
-    config: dict[str, Any] = {MICRO_BATCH: 1, "zero_optimization": zero}
-    if torch.cuda.is_available():
-        named = {key: options[key] for key in ("revision", "trust_remote_code")}
-        dtype = AutoConfig.from_pretrained(model, **named).dtype
-        config |= {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
-    return config
+    precision = {"bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
+    return {MICRO_BATCH: 1, "zero_optimization": zero, **precision}

@@ -90,7 +90,8 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
 def _load(scenario: Scenario) -> int:
     """Return the peak of loading the weights on one node: once under FSDP and ZeRO-3, else once per rank.
 
-    Weights that go to the GPU directly are in host RAM only while they are converted.
+    Weights that go to the GPU directly are in host RAM only while they are converted. Under FSDP and ZeRO-3 rank 0
+    reads them from mapped files, and holds a copy of those that transformers joins or converts.
     """
     trains_all = not scenario.method_spec.has_adapters
     held = BYTES[scenario.weights] if trains_all and scenario.spec.zero_stage == 0 else scenario.compute

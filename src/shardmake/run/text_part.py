@@ -5,7 +5,6 @@ out, so that it takes no memory and no optimizer can change it. Names of weights
 base model. The merge copies the weights of the towers from there.
 """
 
-import gc
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,6 @@ def text_part(kind: type["PreTrainedModel"]) -> type["PreTrainedModel"]:
                 if last in private(owner).parameters:  # its class would initialize the parameter
                     private(owner).is_hf_initialized = True
                 delattr(owner, last)
-            gc.collect()  # DeepSpeed's parameters refer to themselves
             held = dict(self.named_parameters(remove_duplicate=False))
             ties = self.all_tied_weights_keys
             self.all_tied_weights_keys = {name: owner for name, owner in ties.items() if name in held}

@@ -1,26 +1,31 @@
 """Load the base model with as little host memory as the engine allows, and add adapters for LoRA.
 
-Under ZeRO-3 transformers reads the weights on rank 0 only. Its documentation promises the same under FSDP, but in 5.23
-every rank reads them all. Here only the first rank of a node does; the others get an empty model, and accelerate
-broadcasts the weights to them. Engines that keep whole weights on each GPU get them there: the files are mapped, and
-tensor by tensor is copied to the GPU.
+Under FSDP and ZeRO-3 rank 0 alone reads the files, which are mapped; the others get an empty model, and accelerate or
+DeepSpeed sends them weight by weight. transformers itself lets every rank read them under FSDP (5.23). Under ZeRO-3 it
+gathers and writes every weight of a model that DeepSpeed has sharded without content, which takes two copies. Engines
+that keep whole weights on each GPU get them there: the files are mapped, and tensor by tensor is copied to the GPU.
 """
 
+import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import fsdp_utils
 from torch.nn import functional
 from torch.nn.functional import pad
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
+from transformers.initialization import no_init_weights
+from transformers.integrations import HfDeepSpeedConfig, set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from shardmake.checkpoint.formats.hub_layout import check_all_loaded
 from shardmake.config.methods import METHODS
 from shardmake.config.strategies import FSDP
 from shardmake.core.errors import CheckpointError
@@ -30,7 +35,7 @@ from shardmake.data.dataset import IGNORED
 from shardmake.data.varlen import register_varlen
 from shardmake.memory.model import find_frozen
 from shardmake.memory.size_tensors import fused_chunk
-from shardmake.run.model_class import OLD_HEAD, ModelClass, load_complete
+from shardmake.run.model_class import load_complete
 from shardmake.run.tokenizer import token_rows
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.fsdp_precision import fsdp_policy
@@ -136,11 +141,11 @@ def _chunks(
     return zip(rows.split(size), targets.split(size), strict=True)
 
 
-def load_model(settings: TrainingSettings) -> PreTrainedModel:
+def load_model(settings: TrainingSettings, arguments: TrainingArguments) -> PreTrainedModel:
     """Return the model to train: the base model, with adapters if the method is LoRA; the same on every rank."""
     set_seed(settings.arguments["seed"])
     method = settings.method
-    model = load_base(settings)
+    model = load_base(settings, arguments)
     model.config.use_cache = False
     average_router_loss(model, settings)
     if settings.loss == "chunked":
@@ -248,11 +253,11 @@ def model_configs(model: Any) -> list[Any]:
     return [model.config, *generation, *adapters]
 
 
-def load_base(settings: TrainingSettings) -> PreTrainedModel:
+def load_base(settings: TrainingSettings, arguments: TrainingArguments) -> PreTrainedModel:
     """Return the base model of ``training.json`` in the planned class and data type.
 
-    It is empty if another rank sends the weights. Raises `ModelError` if a weight is missing or left over.
-    TrainingArguments must exist already: transformers reads them to load the model sharded.
+    Under ZeRO-3 it is sharded. Under FSDP it is empty if another rank sends the weights. Raises `ModelError` if a
+    weight is missing or left over.
     """
     model = settings.model
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -267,17 +272,16 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
         options["quantization_config"] = _four_bit_config(dtype)
     if model.on_gpu:
         options["device_map"] = {"": int(os.environ.get("LOCAL_RANK", "0"))}
+    kind, shards = model.model_class, settings.expected.zero_stage == 3
+    load = partial(kind.load_base, model.path, **source, **options)
     # Accelerate does not broadcast 4-bit weights, so every rank quantizes its own.
-    receives = settings.expected.engine == FSDP and not in_four_bits
-    if receives:
-        broadcast_saved_buffers(fsdp_utils)
-    changes = model.model_class.config_changes
-    if receives and os.environ.get("LOCAL_RANK", "0") != "0":
-        return _empty_model(AutoConfig.from_pretrained(model.path, **source, **changes), options, model.model_class)
-    base = model.model_class.load_base(model.path, **source, **options)
-    if settings.expected.zero_stage == 3:
-        check_all_loaded(base, model.path, model.revision, replaced=OLD_HEAD if model.model_class.new_head else None)
-    return base
+    if not shards and (settings.expected.engine != FSDP or in_four_bits):
+        return load()
+    build = partial(kind.build, AutoConfig.from_pretrained(model.path, **source, **kind.config_changes), **options)
+    if shards:
+        return load_sharded(load, build, arguments.hf_deepspeed_config, dtype)
+    broadcast_saved_buffers(fsdp_utils)
+    return send_buffers(read_on_rank_0(load, build), arguments.device)
 
 
 def _spread_experts(settings: TrainingSettings, options: dict[str, Any]) -> PreTrainedModel:
@@ -313,22 +317,60 @@ def _four_bit_config(dtype: torch.dtype) -> Any:
     )
 
 
-def _empty_model(config: Any, options: dict[str, Any], model_class: ModelClass) -> PreTrainedModel:
-    """Return a model with correct buffers and unwritten weights, which use address space but no memory.
+Make = Callable[[], PreTrainedModel]
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
-    The weights must not be on the meta device: accelerate identifies an optimizer's parameters by their addresses,
-    which are all 0 there.
+
+def read_on_rank_0(load: Make, build: Make) -> PreTrainedModel:
+    """Return the model that ``load`` reads on rank 0, and elsewhere that of ``build`` with unwritten weights.
+
+    Those use address space but no memory. They are not on the meta device: accelerate identifies an optimizer's
+    parameters by their addresses, which are all 0 there.
     """
-    kind = model_class.find()
-    if model_class.own_code:
-        with torch.device("meta"):
-            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=True))
-    model = kind.from_pretrained(None, config=config, state_dict={}, **options)
-    reserved: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in private(module).parameters.items():
-            if parameter is not None and parameter.is_meta:
-                made = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-                private(module).parameters[name] = reserved.setdefault(id(parameter), made)
+    unset_hf_deepspeed_config()
+    if os.environ.get("RANK", "0") == "0":
+        return load()
+    with no_init_weights():
+        model = build()
     model.tie_weights()
-    return model
+    return model.eval()
+
+
+def load_sharded(load: Make, build: Make, config: HfDeepSpeedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of `read_on_rank_0`, sharded by ZeRO-3 as ``config`` says; transformers is in its mode again.
+
+    DeepSpeed requires weights of one data type; transformers keeps some in fp32.
+    """
+    from deepspeed import zero
+
+    with no_cached_blocks():
+        base = read_on_rank_0(load, build)
+        for weight in base.parameters():
+            weight.data = weight.data.to(dtype)
+        sharded = zero.Init(module=base, config_dict_or_path=config.config)
+    set_hf_deepspeed_config(config)
+    return send_buffers(base, sharded.local_device)
+
+
+@contextmanager
+def no_cached_blocks() -> Iterator[None]:
+    """Let glibc return freed blocks to the system at once, of which it keeps those below 32 MiB.
+
+    Rank 0 would keep a third of a mixture's weights. The last thresholds are those that glibc reaches by itself.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+    set_option(_MMAP_THRESHOLD, 1 << 16)
+    yield
+    set_option(_MMAP_THRESHOLD, 1 << 25)
+    set_option(_TRIM_THRESHOLD, 1 << 26)
+
+
+def send_buffers(base: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Return ``base`` with the buffers of rank 0 on ``device``; transformers keeps some that it reads in fp32."""
+    buffers = list(base.buffers())
+    types = [[buffer.dtype for buffer in buffers]]
+    dist.broadcast_object_list(types)
+    for buffer, dtype in zip(buffers, types[0], strict=True):
+        buffer.data = buffer.data.to(device, dtype).contiguous()
+        dist.broadcast(buffer.data, src=0)
+    return base

@@ -198,10 +198,10 @@ def make_trl_trainer(
         kind.library.hash_module = lambda module: ""  # the name of TRL's file of log-probabilities, from all weights
         if precomputed := objective.is_precomputed:
             examples = {split: WithReference(found, kind.log_probs) for split, found in examples.items()}
-    model = load_model(settings)
+    model = load_model(settings, arguments)
     if isinstance(objective, Referenced):
         has_copy = not isinstance(settings.method, FullMethod)
-        models["ref_model"] = None if has_copy else _reference(settings, model.config, objective)
+        models["ref_model"] = None if has_copy else _reference(settings, arguments, model.config, objective)
     trainer = kind(
         prepared={**examples, "train": WholeBatches(examples["train"], choice.global_batch_size)},
         args=arguments,
@@ -225,9 +225,11 @@ def make_trl_trainer(
     return trainer
 
 
-def _reference(settings: TrainingSettings, config: Any, objective: Referenced) -> torch.nn.Module | None:
+def _reference(
+    settings: TrainingSettings, arguments: TrainingArguments, config: Any, objective: Referenced
+) -> torch.nn.Module | None:
     if not objective.is_precomputed:
-        return load_base(settings).requires_grad_(False)
+        return load_base(settings, arguments).requires_grad_(False)
     return _NoReference(config) if settings.expected.engine == FSDP else None
 
 

@@ -124,7 +124,7 @@ def make_sft_trainer(
     """Return the Trainer of supervised fine-tuning."""
     rundir, plan = context.attempt.rundir, context.plan
     return ShardedTrainer(
-        model=load_model(context.settings),
+        model=load_model(context.settings, arguments),
         args=arguments,
         train_dataset=WholeBatches(Sequences(rundir.data, "train"), plan.choice.global_batch_size),
         eval_dataset=Sequences(rundir.data, "eval"),

@@ -45,6 +45,8 @@ def optimizer(folder: Path, model: Path) -> dict[str, Any]:
 
 
 def method(folder: Path, model: Path) -> dict[str, Any]:
+    from transformers import TrainingArguments
+
     from shardmake.config.models import Run
     from shardmake.render.training_file import training_settings
     from shardmake.train.load_model import load_model
@@ -52,7 +54,8 @@ def method(folder: Path, model: Path) -> dict[str, Any]:
 
     found, arguments = card(folder / "method", method=METHOD, model=str(model.parent))
     run = Run.model_validate(make(method=METHOD, model=str(model.parent)))
-    adapted: Any = load_model(training_settings(make_plan("ddp"), run, make_cluster(), make_model()))
+    settings = training_settings(make_plan("ddp"), run, make_cluster(), make_model())
+    adapted: Any = load_model(settings, TrainingArguments(str(folder)))
     return {
         **found, "estimate": {kind: estimated(model, "--method", kind) for kind in (METHOD, "lora")},
         "kind": arguments["method"]["kind"], "scaled": adapted.peft_config["default"].use_rslora,

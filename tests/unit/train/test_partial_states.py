@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 from shardmake.core.errors import CheckpointError
 from shardmake.run.training_settings import AdapterMethod
@@ -91,13 +91,13 @@ def test_an_adapter_must_be_complete_and_the_frozen_weights_need_not_be_there(tm
 
 def test_an_adapter_of_other_layers_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapted_llama().save_pretrained(tmp_path)
-    monkeypatch.setattr(load_model, "load_base", lambda _: tied_llama())
+    monkeypatch.setattr(load_model, "load_base", lambda *_: tied_llama())
     monkeypatch.setattr(load_model, "average_router_loss", lambda *_: None)
     method = AdapterMethod(kind="lora", rank=8, alpha=16, dropout=0, targets=["up_proj"], adapter=str(tmp_path))
     model = SimpleNamespace(model_class=SimpleNamespace(new_head=False))
     settings: Any = SimpleNamespace(arguments={"seed": 1}, method=method, loss="", model=model)
     with pytest.raises(CheckpointError, match=r"lora.adapter .* is not one of the targets \['up_proj'\].*resume_from"):
-        load_model.load_model(settings)
+        load_model.load_model(settings, TrainingArguments(str(tmp_path)))
 
 
 def test_scales_of_frozen_weights_in_four_bits_belong_to_the_model() -> None:

@@ -13,10 +13,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import ITEM_SIZE, Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.unpickle import numel
 from shardmake.core.errors import CheckpointError, ModelError
@@ -159,28 +157,6 @@ def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
 def _towers(model: "PreTrainedModel") -> tuple[str, ...]:
     """Return the starts of the names of a composite model's towers; none for another model."""
     return tuple(f"{name}." for name in towers(model)) if composite_class(model.config) else ()
-
-
-def check_all_loaded(
-    model: "PreTrainedModel", source: str, revision: str | None = None, replaced: str | None = None
-) -> None:
-    """Raise a `ModelError` if the files of ``source``, a folder or hub id, hold weights that ``model`` does not have.
-
-    They may hold ``replaced``. transformers does not look for them if it loads under ZeRO-3.
-    """
-    from transformers.core_model_loading import LoadStateDictInfo
-    from transformers.utils import cached_file
-
-    folder = Path(str(cached_file(source, "config.json", revision=revision))).parent
-    converted, parameters = _convert(model, huggingface.weight_names(folder))[1], model.state_dict()
-    left_over = {new for name, new in converted.items() if new not in parameters and name not in parameters}
-    info = LoadStateDictInfo(set(), left_over, set(), [], {}, set())
-    private(model).adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
-    if names := sorted(set(info.unexpected_keys) - {replaced}):
-        raise ModelError(
-            f"Cannot load {source} completely: unexpected keys: {', '.join(names[:_MOST_NAMES])} ({len(names)} in "
-            "all). Check that its files belong together."
-        )
 
 
 def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
