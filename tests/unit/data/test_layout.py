@@ -142,6 +142,14 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # cells of CSV
     ("prompt-completion", {"prompt": json.dumps(chat("u:a")), "completion": json.dumps(chat("a:b"), indent=1)},
      {"prompt": chat("u:a"), "completion": chat("a:b"), "tools": None}),
+    ("prompt-completion", {"prompt": json.dumps(chat("u:a")[0]), "completion": json.dumps(chat("a:b")[0])},
+     {"prompt": chat("u:a"), "completion": chat("a:b"), "tools": None}),
+    ("chat", {"messages": json.dumps(chat("u:a", "a:b")), "loss_mask": "[0, 1]", "tools": ['{"name": "clock"}']},
+     standard(*({**one, "weight": at} for at, one in enumerate(chat("u:a", "a:b"))), tools=[{"name": "clock"}])),
+    ("chat", {"messages": [{"role": "assistant", "content": None, "tool_calls": json.dumps([OLDER])}]}, standard(CALLING)),
+    *(("chat", {"messages": [{"role": "assistant", "tool_calls": [{"name": "now", "arguments": none}]}]},
+       standard({**CALLING, "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {}}}]}))
+      for none in (None, "", "null", {})),
     *(("prompt-completion", {"prompt": f"{json.dumps(chat('u:a'))} Say who.", "completion": answer},
        {"prompt": f"{json.dumps(chat('u:a'))} Say who.", "completion": answer, "tools": None})
       for written in ([{"role": "user", "name": "b"}], [{"role": "actor", "content": "b"}], [{"from": "a", "value": 3}],
@@ -208,6 +216,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "train of a user": ("chat", said("user", content="a", train=True)),
     "two marks": ("chat", said("assistant", content="b", train=False, weight=1)),
     "a mask of tokens": ("chat", {"messages": chat("u:a", "a:b"), "loss_mask": [0, 0, 1]}),
+    "a mask that is not JSON": ("chat", {"messages": chat("u:a", "a:b"), "loss_mask": "0 1"}),
     "a mask of a text": ("text", {"text": "a", "loss_mask": [1]}),
     "a mask of a user": ("chat", {"messages": chat("u:a", "a:b"), "loss_mask": [True, True]}),
     "a part of a message": ("chat", said("assistant", content="b", train_detail=[{"begin_offset": 0}])),
@@ -227,6 +236,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "messages as Python writes them": ("preference", {"chosen": str(chat("u:a", "a:b")), "rejected": str(chat("u:a", "a:c"))}),
     "messages that end too early": ("chat", {"messages": json.dumps(chat("u:a", "a:b"))[:-3]}),
     "a conversation as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("u:a", "a:b"))}),
+    "a message as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("a:b")[0])}),
+    "a message as Python writes it": ("preference", {"prompt": "p", "chosen": str(chat("a:b")[0]), "rejected": "c"}),
+    "a tool that is not JSON": ("chat", {"messages": chat("u:a", "a:b"), "tools": ["clock"]}),
     "no common beginning": ("preference", {"chosen": "a", "rejected": "b"}),
     "text and messages": ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}),
     "one answer": ("preference", {"prompt": "p", "chosen": "a"}),
