@@ -10,13 +10,13 @@ from shardmake.core.errors import DataError
 
 
 def holds_messages(text: str, value: Any, keys: Set[str], contents: Set[str], roles: Collection[str]) -> bool:
-    """Return True if ``text`` is JSON of messages or of one, or what Python prints of them; ``value`` is the JSON.
+    """Return True if ``text`` is JSON of messages or of one, or what Python prints of a list; ``value`` is the JSON.
 
     Each has a role under one of ``keys``; at least one of these is among ``roles``, and one has a key of ``contents``.
     """
     if value is None:
         has_text, has_role = rf"'({_any(contents)})'\s*:", rf"'({_any(keys)})'\s*:\s*'({_any(roles)})'"
-        return re.fullmatch(rf"(?s)(?=.*{has_text})\s*(\[\s*)?\{{.*{has_role}.*\}}\s*\]?\s*", text) is not None
+        return re.fullmatch(rf"(?s)\s*\[\s*\{{(?=.*{has_text}).*{has_role}.*\}}\s*\]\s*", text) is not None
     turns = value if isinstance(value, list) else [value]
     is_list = all(isinstance(turn, dict) and turn.keys() & keys for turn in turns)
     said = {str(turn.get(key)) for turn in turns for key in keys} if is_list else set()

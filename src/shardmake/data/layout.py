@@ -102,8 +102,8 @@ class Layout:
     def _standard(self, example: Example) -> dict[str, Any]:
         for name, value in self.written(example).items():
             example = {**example, name: value or parse(example[name], f"{name} is", "a list of messages", None)}
-        if MASK in example:
-            example = {**example, MASK: parse(example[MASK], f"{MASK} is", "a list of 0 and 1", None)}
+        mask = parse(example.get(MASK), f"{MASK} is", "a list of 0 and 1", None)
+        example = {name: value for name, value in {**example, MASK: mask}.items() if value is not None}
         if media := [name for name in _MEDIA if example.get(name) and name not in self.columns.values()]:
             raise DataError(
                 f"this example has {' and '.join(media)}. Only text is trained, also of models that take images or "

@@ -111,7 +111,8 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      standard(CALLING, "u:a")),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": json.dumps([OLDER])}]}, standard(CALLING)),
     ("sharegpt", {"conversations": TURNS, "system": ""}, standard("u:a", "a:b")),
-    ("chat", {"messages": json.dumps(chat("u:a", "a:b"))}, standard("u:a", "a:b")),  # a cell of CSV
+    *(("chat", {"messages": json.dumps(chat("u:a", "a:b")), **more}, standard("u:a", "a:b"))  # cells of CSV
+      for more in ({}, {"loss_mask": "", "tools": "", "system": ""})),
     ("chat", {"messages": [*chat("u:a", "a:b"), *({"role": "tool_call", "content": json.dumps(OLDER)} for _ in "12"),
                            {"role": "tool_response", "content": "t"}, {"role": "tool_call", "content": json.dumps(OLDER)}]},
      standard("u:a", {**CALLING, "content": "b", "tool_calls": [FRAMED, FRAMED]}, "t:t", CALLING)),  # ms-swift
@@ -154,7 +155,7 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
        {"prompt": f"{json.dumps(chat('u:a'))} Say who.", "completion": answer, "tools": None})
       for written in ([{"role": "user", "name": "b"}], [{"role": "actor", "content": "b"}], [{"from": "a", "value": 3}],
                       [{"name": "f", "arguments": {"from": "a", "role": "user", "content": "b"}}])
-      for answer in (json.dumps(written), f"{json.dumps(written)}\n[]")),  # JSON that is not a conversation
+      for answer in (json.dumps(written), f"{json.dumps(written)}\n[]", str(chat("u:a")[0]))),  # not a conversation
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
     ("unpaired-preference", {"prompt": "a", "completion": "b", "label": "False"},
      {"prompt": "a", "completion": "b", "label": False, "tools": None}),
@@ -237,7 +238,6 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "messages that end too early": ("chat", {"messages": json.dumps(chat("u:a", "a:b"))[:-3]}),
     "a conversation as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("u:a", "a:b"))}),
     "a message as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("a:b")[0])}),
-    "a message as Python writes it": ("preference", {"prompt": "p", "chosen": str(chat("a:b")[0]), "rejected": "c"}),
     "a tool that is not JSON": ("chat", {"messages": chat("u:a", "a:b"), "tools": ["clock"]}),
     "no common beginning": ("preference", {"chosen": "a", "rejected": "b"}),
     "text and messages": ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}),
