@@ -32,7 +32,7 @@ class Why(Enum):
 
 ROWS: dict[Why | str, str] = {
     Why.ALL_ROWS: """
-        data/encode.py data/files.py data/layout.py data/packing.py
+        data/encode.py data/files.py data/json_text.py data/layout.py data/packing.py
         evaluate/scores.py:as_record
     """,
     Why.WEIGHTS: """

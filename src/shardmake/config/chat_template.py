@@ -17,7 +17,7 @@ def read_template(path: Path) -> str:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.chat_template: cannot read {path}: {error}. Name a text file in UTF-8.") from None
     if not text.strip():

@@ -50,7 +50,8 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
     ),
 }  # fmt: skip
 
-DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+BINARY_SUFFIXES: Final = (".parquet", ".arrow")
+DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", *BINARY_SUFFIXES)
 COMPRESSION_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 _DESCRIPTIONS: Final = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 
@@ -58,13 +59,13 @@ _DESCRIPTIONS: Final = ("config.json", "dataset_dict.json", "dataset_info.json",
 def data_kind(name: str) -> str | None:
     """Return the suffix of `DATA_SUFFIXES` that states what the file ``name`` holds, or None.
 
-    A suffix of compression is skipped, except for Parquet, which compresses itself.
+    A suffix of compression is skipped, except for binary files, which compress themselves.
     """
     stem = name
     for suffix in COMPRESSION_SUFFIXES:
         stem = stem.removesuffix(suffix)
     kind = next((suffix for suffix in DATA_SUFFIXES if stem.endswith(suffix)), None)
-    return None if kind == ".parquet" and stem != name else kind
+    return None if kind in BINARY_SUFFIXES and stem != name else kind
 
 
 def raw_files(source: Path) -> list[Path]:

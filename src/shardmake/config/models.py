@@ -170,9 +170,9 @@ class Data(Section):
 
     train: values.PathText | list[TrainSource]
     """A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or `org/name:split`.
-    Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), `.csv`, `.tsv`, `.parquet`; all
-    but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). Or a URL (`s3://`, `gs://`, `https://`, any protocol of
-    fsspec), whose files are copied. Or a list of sources, which are mixed."""
+    Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), `.csv`, `.tsv`, also compressed
+    (`.gz`, `.bz2`, `.xz`, `.zst`); `.parquet`, `.arrow` (of `save_to_disk`). Or a URL (`s3://`, `gs://`, `https://`,
+    any protocol of fsspec), whose files are copied. Or a list of sources, which are mixed."""
     eval: values.PathText | list[EvalSource] | None = None
     """Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split); the losses of several
     sources are also measured one by one. Without it, a part of each source of `train` is held out. `format: raw` needs

@@ -142,7 +142,7 @@ COUNTING: Final = {name: f"{ASIDE}SBATCH_{name.upper()}" for name in ("exclusive
 OF_STEPS: Final = re.compile(
     r"SRUN_(CONTAINER|CPUS_PER_TASK|EXPORT_ENV)|SLURM_(CONSTRAINT|CPUS_PER_GPU|EXCLUSIVE|EXPORT_ENV|GPUS(_PER_\w+)?"
     r"|(STEP_)?GRES|(JOB_NUM_|N)NODES|MEM_PER_\w+|NPROCS|NTASKS(_PER_(GPU|NODE))?|OPEN_MODE|OVERCOMMIT|REMOTE_CWD"
-    r"|SIGNAL|STD\w+MODE|TIMELIMIT|USE_MIN_NODES|WORKING_DIR)"
+    r"|SIGNAL|STD\w+MODE|TIMELIMIT|TRES_PER_TASK|USE_MIN_NODES|WORKING_DIR)"
 )
 """Variables of srun that would replace what a job gives its step."""
 

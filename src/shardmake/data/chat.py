@@ -32,6 +32,7 @@ from shardmake.data.placeholders import (
     Piece,
     Rendered,
     Span,
+    any_of,
     as_written,
     common_length,
     excerpt,
@@ -117,6 +118,10 @@ class ChatTemplate:
         if isinstance(shape, BadRowError) or any(map(self._begins_as_prompt, pieces)):
             return analyse(conversation).examples
         return self._filled(shape, conversation) or analyse(conversation).examples
+
+    def question(self, text: str) -> str:
+        """Return ``text`` as a user's only message, with the generation prompt. It may raise `BadRowError`."""
+        return self._render(None, self._adapted([{"role": "user", "content": text}]), header=True)
 
     def _filled(self, shape: _Shape, conversation: _Conversation) -> list[Rendered] | None:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
@@ -366,7 +371,7 @@ class ChatTemplate:
     def _opening(self) -> str:
         """The mark that is the last text before an answer, if one is."""
         with suppress(BadRowError):
-            before = self._render(None, self._adapted([_asked(0)]), header=True).rstrip()
+            before = self.question(placeholder(0)).rstrip()
             return next((mark for mark in self._marks.findall(before)[-1:] if before.endswith(mark)), "")
         return ""
 
@@ -384,21 +389,27 @@ class ChatTemplate:
     def _marks(self) -> re.Pattern[str]:
         """Pattern of special tokens, and of texts that look like them; not Gemma's added tokens of space."""
         added = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
-        special = _any_of([token for token in added if token.strip(" \n\t▁")])
+        special = any_of([token for token in added if token.strip(" \n\t▁")])
         return re.compile(f"{special.pattern}|{_MARK}")
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
         """Pattern of the tokens that end a turn: those that stop generation, or else the template's own."""
         first, second = ([found[0] for found in self._marks.finditer(tail)][:1] for tail in self._tails)
-        if not first or first != second or _any_of(self.stops).search(self._tails[1]):
-            return _any_of(self.stops)
+        if not first or first != second or any_of(self.stops).search(self._tails[1]):
+            return any_of(self.stops)
         known = ", ".join(map(repr, sorted(self.stops))) or "no token"
+        cure = "Write it into eos_token_id of generation_config.json, or stop there when the model is served."
+        if len(pieces := self.tokenizer.tokenize(first[0])) > 1:
+            cure = (
+                f"It is not a token of this tokenizer but {len(pieces)}. Add it to a copy of the base (shardmake fetch "
+                "NAME --add-tokens FOLDER --token TOKEN), or name the template of the base with data.chat_template."
+            )
         logger.warning(
             f"The chat template ends a turn with {first[0]!r}, and generation stops at {known}. The model learns the "
-            "former. Write it into eos_token_id of generation_config.json, or stop there when the model is served."
+            f"former. {cure}"
         )
-        return _any_of({*self.stops, first[0]})
+        return any_of({*self.stops, first[0]})
 
     @cached_property
     def _templates(self) -> list[str]:
@@ -437,8 +448,3 @@ def _asked(number: int) -> dict[str, Any]:
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-
-def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern of ``tokens`` that prefers longer ones, and matches nothing if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")

@@ -120,13 +120,20 @@ def _by_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Rendered]) -
         ids, mask = batch["input_ids"][number], np.zeros(len(batch["input_ids"][number]), bool)
         if batch.encodings:
             offsets = np.array(batch.encodings[number].offsets, int).reshape(-1, 2)
-            mask = _mask(tokenizer, text, text.learned, ids, np.maximum.accumulate(offsets[:, 0]), offsets[:, 1])
+            mask = _mask(tokenizer, text, text.learned, ids, _begins(offsets), offsets[:, 1])
         else:
             for start, end in text.learned:
                 mask[_common(tokenizer, text, start, ids) : _common(tokenizer, text, end, ids)] = True
         if is_plain:
             ids, mask = _ended(tokenizer, ids, mask.tolist(), batch["special_tokens_mask"][number])
         yield np.array(ids, "int32"), np.array(mask, bool)
+
+
+def _begins(offsets: np.ndarray) -> Any:
+    """Return where each token begins; one without text, as a space that is trimmed, is at the end of those before."""
+    begins, ends = offsets.T
+    before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
+    return np.maximum.accumulate(np.where(begins < ends, begins, before))
 
 
 def _by_bytes(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Rendered]) -> Iterator[Tokens]:
@@ -158,16 +165,23 @@ def _mask(
 ) -> Any:
     """Return which of ``ids`` are learned; ``learned`` has the spans in the unit of ``begins`` and ``ends`` of tokens.
 
-    Where a token joins the end of a context with what follows, the span begins at the first token that differs from
-    those of the context. A token that also has what follows the span belongs to it, such as an end of a turn that
-    takes the space after it (``rstrip``).
+    Where a token joins the end of a context with what follows, or the context alone has less space, the span begins at
+    the first token that differs from those of the context. A token that also has what follows the span belongs to it,
+    such as an end of a turn that takes the space after it (``rstrip``).
     """
     mask = np.zeros(len(ids), bool)
     for (start, _), span in zip(text.learned, learned, strict=True):
         first, last = begins.searchsorted(span)
-        joins = first > 0 and ends[first - 1] > span[0]
+        joins = (first > 0 and ends[first - 1] > span[0]) or _strips(tokenizer)
         mask[_common(tokenizer, text, start, ids) if joins else first : last] = True
     return mask
+
+
+@lru_cache(1)
+def _strips(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if a text loses the space at its end, so a context has less of it than the whole text."""
+    one, other = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in ("a", "a\n "))
+    return bool(one == other)
 
 
 @lru_cache(1)

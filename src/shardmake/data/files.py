@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, JSON arrays, CSV and TSV, plain or compressed, and Parquet.
+"""Rows of files: JSON lines, JSON arrays, CSV and TSV, plain or compressed, Parquet and Arrow.
 
 A row of a text file is the bytes of one JSON object, which `open_row` reads in another process. The readers of
 `datasets` name no line in errors, turn cells such as ``NA`` and ``007`` into other values, and some texts into dates.
@@ -23,7 +23,7 @@ from typing import IO, Any, Final, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from shardmake.config.formats import data_kind
+from shardmake.config.formats import BINARY_SUFFIXES, data_kind
 from shardmake.core.errors import DataError
 from shardmake.core.units import plural
 
@@ -91,7 +91,7 @@ def _reading_errors(path: str) -> Iterator[None]:
     except (EOFError, OSError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         if getattr(error, "errno", None) is not None:  # the file system's, not the decompressor's
             raise
-        if data_kind(path) == ".parquet":
+        if data_kind(path) in BINARY_SUFFIXES:
             problem = " ".join(str(error).split()).rstrip(".")
             raise DataError(f"Cannot read {path}: {problem}. Write it again, or name another one.") from None
         raise DataError(
@@ -190,10 +190,24 @@ def _parquet(path: str, file: Any) -> Iterator[RawRow]:
     type JSON (`datasets` writes them for messages with unequal keys) keep every null.
     """
     with pyarrow.parquet.ParquetFile(file) as table:
-        decode = {field.name: _decoder(field.type) for field in table.schema_arrow}
-        rows = (row for batch in table.iter_batches(256) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
+        yield from _decoded(path, table.schema_arrow, table.iter_batches(256))
+
+
+def _arrow(path: str, file: Any) -> Iterator[RawRow]:
+    """Yield the same of a file that `datasets` saved, whose format is a stream, or of Arrow's format with an index."""
+    if file.peek(6).startswith(b"ARROW1"):
+        table = pyarrow.ipc.open_file(file)
+        yield from _decoded(path, table.schema, map(table.get_batch, range(table.num_record_batches)))
+    else:
+        table = pyarrow.ipc.open_stream(file)
+        yield from _decoded(path, table.schema, table)
+
+
+def _decoded(path: str, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> Iterator[RawRow]:
+    decode = {field.name: _decoder(field.type) for field in schema}
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
 
 
 def count_parquet_rows(path: Path) -> int:
@@ -219,9 +233,12 @@ def _decoder(kind: pyarrow.DataType) -> Callable[[Any], Any]:
             return {key: fields[key](part) for key, part in value.items() if part is not None or key in always}
 
         return decode
+    if pyarrow.types.is_map(kind):
+        item = _decoder(kind.item_type)
+        return lambda pairs: None if pairs is None else {key: item(value) for key, value in pairs}
     return lambda value: value
 
 
 _READERS: Final[Mapping[str, Callable[[str, Any], Iterator[RawRow]]]] = {
-    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet,
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow,
 }  # fmt: skip

@@ -15,7 +15,7 @@ from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.models import Data, Objective
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import DataError, nearest
-from shardmake.data.json_text import holds_messages, keys_of_messages
+from shardmake.data.json_text import holds_messages, keys_of_messages, parse, read_json
 
 Example = Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -82,22 +82,28 @@ class Layout:
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
 
-    def written(self, example: Example) -> list[str]:
-        """Return the columns of ``example`` that have a list of messages as text, such as JSON in a cell of CSV."""
+    def written(self, example: Example) -> dict[str, Any]:
+        """Return the columns of ``example`` that have messages as text, such as JSON in a cell of CSV, and that JSON.
+
+        The JSON is None if the text cannot be read.
+        """
         names = {self.columns.get(column) for column in ("messages", "prompt", "completion", "chosen", "rejected")}
         keys = {"role", "from", self.columns.get("role", "role")}
         contents = {"content", "value", "tool_calls", self.columns.get("content", "content")}
         texts = {name: value for name, value in example.items() if name in names and isinstance(value, str)}
+        found = {name: (text, read_json(text)) for name, text in texts.items() if text.lstrip()[:1] in ("[", "{")}
         whole = {self.columns.get("messages")}  # never text
-        return [
-            name
-            for name, text in texts.items()
-            if (name in whole and text.lstrip().startswith("[")) or holds_messages(text, keys, contents, _ROLES)
-        ]
+        return {
+            name: value
+            for name, (text, value) in found.items()
+            if (name in whole and text.lstrip()[0] == "[") or holds_messages(text, value, keys, contents, _ROLES)
+        }
 
     def _standard(self, example: Example) -> dict[str, Any]:
-        for name in self.written(example):
-            example = {**example, name: _parsed(example[name], f"{name} is", "a list of messages", None)}
+        for name, value in self.written(example).items():
+            example = {**example, name: value or parse(example[name], f"{name} is", "a list of messages", None)}
+        mask = parse(example.get(MASK), f"{MASK} is", "a list of 0 and 1", None)
+        example = {name: value for name, value in {**example, MASK: mask}.items() if value is not None}
         if media := [name for name in _MEDIA if example.get(name) and name not in self.columns.values()]:
             raise DataError(
                 f"this example has {' and '.join(media)}. Only text is trained, also of models that take images or "
@@ -128,7 +134,7 @@ class Layout:
             return {"messages": self._instruction(example)}
         found: dict[str, Any] = {"tools": _tools(example.get(self.columns["tools"]), self.columns["tools"])}
         name = self.columns["template_arguments"]
-        if arguments := _parsed(example.get(name), f"{name} is", "an object of template arguments", None):
+        if arguments := parse(example.get(name), f"{name} is", "an object of template arguments", None):
             if not isinstance(arguments, dict):
                 raise DataError(f"{name} is {type(arguments).__name__}. Write an object of template arguments.")
             found["arguments"] = _encodable(arguments, name)
@@ -159,7 +165,8 @@ class Layout:
         if optional and name not in example:
             return ""
         if not isinstance(example[name], str):
-            both = " Write all as text, or all as lists of messages." if isinstance(example[name], list) else ""
+            is_talk = isinstance(example[name], list | dict)
+            both = " Write all as text, or all as lists of messages." if is_talk else ""
             raise DataError(f"{name} is {type(example[name]).__name__}, not text.{both}")
         return _encodable(example[name], name)
 
@@ -170,7 +177,7 @@ class Layout:
         """
         asked, given = self._text(example, "instruction"), self._text(example, "input", optional=True)
         last = [f"{asked}\n\n{given}" if given else asked, self._text(example, "output")]
-        earlier = _parsed(example.get(HISTORY), f"{HISTORY} is", "a list of pairs", None) or []
+        earlier = parse(example.get(HISTORY), f"{HISTORY} is", "a list of pairs", None) or []
         roles = ("user", "assistant")
         turns = [*earlier, last] if isinstance(earlier, list) else [earlier]
         if not all(isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in turns):
@@ -276,13 +283,13 @@ class Layout:
         if len(message) == 2 and message[role] not in _CALLING and isinstance(message.get(content), str):
             return {"role": self._role(message[role], role), "content": _encodable(message[content], f".{content}")}
         rest = {key: value for key, value in message.items() if key not in (role, content) and value is not None}
-        older = _parsed(rest.pop("function_call", None), ".function_call is", _CALL, None)
+        older = parse(rest.pop("function_call", None), ".function_call is", _CALL, None)
         if isinstance(older, dict) and all(value is None for value in older.values()):  # as Parquet returns none
             older = None
-        calls = _calls(rest.pop("tool_calls", None), ".tool_calls")
+        calls = _calls(parse(rest.pop("tool_calls", None), ".tool_calls is", f"[{_CALL}]", None), ".tool_calls")
         calls = calls or _calls([older] if older else None, ".function_call")
         if message[role] in _CALLING:
-            made = _parsed(message.get(content), f".{content} is", _CALL, None)
+            made = parse(message.get(content), f".{content} is", _CALL, None)
             message, calls = {**message, content: ""}, _calls(made if isinstance(made, list) else [made], f".{content}")
         if message.get(content) is None and not calls:
             raise DataError(f" has no {content}. Its keys: {', '.join(message)}.")
@@ -378,7 +385,8 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls or []):
         function = call["function"] if isinstance(call.get("function"), dict) else call
         arguments = function.get("arguments", function.get("parameters", {}))
-        arguments = _parsed(arguments, f"{place}[{index}]: the arguments are", "an object", {})
+        arguments = parse(arguments, f"{place}[{index}]: the arguments are", "an object", None)
+        arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{place}[{index}] is not a call with a name and arguments. Write {_CALL}.")
         frame = call if function is not call else {key: call[key] for key in ("id",) if key in call}
@@ -387,19 +395,13 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _tools(tools: Any, place: str) -> list[Any] | None:
-    """Return the descriptions of tools, which may be JSON in text."""
-    tools = _parsed(tools, f"{place} is", "a list of tools", None)
+    """Return the descriptions of tools, which may be JSON in text, together or each."""
+    tools = parse(tools, f"{place} is", "a list of tools", None)
+    if isinstance(tools, list):
+        tools = [parse(tool, f"{place}[{at}] is", "a description of a tool", None) for at, tool in enumerate(tools)]
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{place} is {type(tools).__name__}. Write a list of tools.")
     return _encodable(tools, place) if tools else None
-
-
-def _parsed(value: Any, place: str, kind: str, empty: Any) -> Any:
-    """Return what JSON in text says, ``empty`` for no text, and any other value as it is."""
-    try:
-        return (json.loads(value) if value.strip() else empty) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"{place} not valid JSON: {error}. Write {kind}.") from None
 
 
 def recognize(data: Data, objective: Objective, first: Example, place: str) -> Layout:

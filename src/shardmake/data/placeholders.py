@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -230,3 +230,8 @@ def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern
         return next((mark.start() for mark in marks.finditer(whole) if mark.start() < common < mark.end()), common)
     ends = range(max(0, start - 200), start + 1)
     return max(ends, key=lambda at: (common_length(context[::-1], whole[:at][::-1]), at))
+
+
+def any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern of ``tokens`` that prefers longer ones, and matches nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")

@@ -24,7 +24,9 @@ from shardmake.data.files import Row, count_parquet_rows, open_row, raw_rows
 FIRST_ROWS = 64
 TRAIN_SPLITS = ("train",)
 EVAL_SPLITS = ("validation", "test", "eval", "dev")
-FILE_KINDS = f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSION_SUFFIXES)} except for .parquet"
+FILE_KINDS = (
+    f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSION_SUFFIXES)} except for .parquet and .arrow"
+)
 ONE_SPLIT: Final = ".source.json"
 """A folder with this file was fetched from the hub and has the files of one split, whatever their names."""
 _NO_EXAMPLES: Final = "No examples in {}. Name a source with data."

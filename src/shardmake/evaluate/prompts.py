@@ -48,21 +48,17 @@ def as_prompt(
 
     Raises `ConfigError` if the template rejects it.
     """
-    from jinja2 import TemplateError
+    from shardmake.data.chat import ChatTemplate
+    from shardmake.data.encode import encode_prompt
+    from shardmake.data.placeholders import BadRowError
 
     if tokenizer.chat_template is None:
-        from shardmake.data.encode import encode_prompt
-
         return encode_prompt(tokenizer, prompt)
-    conversation = [{"role": "user", "content": prompt}]
     try:
-        settings = {"add_generation_prompt": True, "return_dict": False, **(arguments or {})}
-        return list(tokenizer.apply_chat_template(conversation, **settings))
-    except TemplateError as error:
-        raise ConfigError(
-            f"evaluation.prompts: the chat template of the base model rejects {prompt!r}: {error}. Remove the prompt, "
-            "or use a template that accepts a single message of a user."
-        ) from None
+        text = ChatTemplate(tokenizer, frozenset(), arguments or {}).question(prompt)
+    except BadRowError as error:
+        raise ConfigError(f"evaluation.prompts, {prompt!r}: {error}") from None
+    return encode_prompt(tokenizer, text, is_plain=False)
 
 
 def _opening(example: Example) -> list[int]:
@@ -73,11 +69,11 @@ def _opening(example: Example) -> list[int]:
 
 def question_in(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
     """Return the user's text of ``prompt`` without the chat template around it, or else all of its text."""
+    from shardmake.data.chat import ChatTemplate
+
     if tokenizer.chat_template is not None:
         mark = "\N{OBJECT REPLACEMENT CHARACTER}"
-        around = tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
-        )
+        around = ChatTemplate(tokenizer, frozenset()).question(mark)
         before, _, after = around.partition(mark)
         text = tokenizer.decode(prompt)
         if text.startswith(before) and text.endswith(after):

@@ -92,7 +92,9 @@ def named_tokens(given: Sequence[str] | None, out: Path | None, *, special: bool
     found: list[str] = []
     for text in given or ():
         try:
-            found += filter(None, Path(text[1:]).read_text().splitlines() if text.startswith("@") else [text])
+            is_file = text.startswith("@")
+            lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines() if is_file else [text]
+            found += filter(None, lines)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--token {text}: {error}. Name a file; a token with an @ goes into one.") from None
     return found

@@ -40,6 +40,7 @@ from shardmake.launch.watcher import cached_squeue
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import load_history
 from shardmake.run.attempt_owner import attempt_of_script, claim, last_in_job
+from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 
@@ -55,6 +56,10 @@ TRANSIENT = re.compile(
 _EXCLUDED = (
     " Excluded nodes: {nodes}, because they failed before (see the attempts' index.json). Fix these nodes and run the "
     "same command again, which includes them again."
+)
+_COUNTED = (
+    " This limit also counts the driver job. Where it is one job, set slurm.driver: login, and run Snakemake on a "
+    "login node."
 )
 CONTAINER_SIGNAL = "URG"
 """Signal before the time limit of a job in a container.
@@ -93,9 +98,10 @@ class SlurmJobs:
             except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
                 was_killed = getattr(error.__cause__, "returncode", 0) < 0  # Slurm may have accepted the job before
                 if was_killed or TRANSIENT.search(str(error)):
+                    is_counted = "SubmitJob" in str(error) and current_driver_dir()
                     raise SlurmError(
                         f"Slurm does not take the job at present: {str(error).strip()}. Run the same command again "
-                        "later. It adopts the job if Slurm has accepted it nevertheless."
+                        f"later. It adopts the job if Slurm has accepted it nevertheless.{_COUNTED * bool(is_counted)}"
                     ) from None
                 kind = TooFewNodesError if excluded and TOO_FEW_NODES.search(str(error)) else SlurmError
                 nodes = _EXCLUDED.format(nodes=", ".join(excluded)) if excluded else ""
@@ -210,8 +216,9 @@ class SlurmJobs:
 def job_owners(run_folder: Path) -> dict[str, str]:
     """Return the users, by job id, of every queued or running job of the run.
 
-    With `PrivateData=jobs`, Slurm shows nobody the jobs of others. The job that another user recorded then counts until
-    each of its nodes has left an exit record, or that user's driver has recorded its end.
+    Raises:
+        SlurmError: Slurm does not answer, or hides the jobs of others (`PrivateData=jobs`), and the job that another
+            user recorded has neither an exit record of each of its nodes, nor an end that the user's driver recorded.
     """
     question = f"check whether another member trains {run_folder.name}"
     listed = {job: status.user for job, status in list_jobs(question, f"--name={job_name(run_folder)}").items()}
@@ -221,19 +228,34 @@ def job_owners(run_folder: Path) -> dict[str, str]:
         return listed
     attempt = AttemptDir(rundir.attempts / f"{job.attempt:03d}")
     is_recorded = any(record.job == job.id for record in load_history(rundir.attempt_history))
-    has_ended = is_recorded or attempt.count_exits() >= attempt.read().job_nodes
-    return {} if has_ended else {job.id: _user(str(uid)).removeprefix("user ")}
+    if not is_recorded and attempt.count_exits() < attempt.read().job_nodes:
+        owner = _user(str(uid)).removeprefix("user ")
+        raise SlurmError(
+            f"Job {job.id} of {owner} may still train run {run_folder.name}: not all of its nodes have left a record "
+            "of their end, and Slurm shows nobody the jobs of others (PrivateData). Wait for its end. If it ended "
+            f"without these records, let {owner} run the same command, which records the end and resumes."
+        )
+    return {}
 
 
 def hides_jobs() -> bool:
-    """Return whether Slurm shows nobody the jobs of others; raise `SlurmError` if it does not answer."""
+    """Return whether Slurm hides the jobs of others from this user; raise `SlurmError` if it does not answer."""
     answer = run_slurm("scontrol", "show", "config")
     if answer.returncode != 0:
         raise SlurmError(
             f"Cannot check whether Slurm shows the jobs of others: scontrol does not answer ({answer.stderr.strip()}). "
             "Run the same command again once it works."
         )
-    return re.search(r"^PrivateData\s*=.*\bjobs\b", answer.stdout, re.MULTILINE) is not None
+    is_private = re.search(r"^PrivateData\s*=.*\bjobs\b", answer.stdout, re.MULTILINE) is not None
+    return is_private and not _is_operator(answer.stdout)
+
+
+def _is_operator(config: str) -> bool:
+    """Return whether this user, by Slurm's ``config`` and accounting, sees what PrivateData hides from others."""
+    admins = ["0", *re.findall(r"^SlurmUser\s*=.*\((\d+)\)", config, re.MULTILINE)]
+    me = _user(str(os.getuid())).removeprefix("user ")
+    asked = ("sacctmgr", "--noheader", "--parsable2", "show", "user", me, "format=AdminLevel")
+    return str(os.getuid()) in admins or run_slurm(*asked).stdout.strip() in ("Operator", "Administrator")
 
 
 def list_jobs(purpose: str, *options: str, columns: str = "%i|%T|%R|%j|%S|%u|%o") -> dict[str, JobStatus]:

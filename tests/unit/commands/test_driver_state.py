@@ -97,6 +97,9 @@ def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(
     write_program(Path("programs/scontrol"), "echo 'PrivateData             = none'")
     refuse_while_driven(Path("runs"), {"code"})
     write_program(Path("programs/scontrol"), "echo 'PrivateData             = jobs,usage'")
+    refuse_while_driven(Path("runs"), {"code"})  # root sees every job
+    monkeypatch.setenv("LOGNAME", "eve")
+    monkeypatch.setattr("os.getuid", lambda: 4321)
     with pytest.raises(
         ConfigError, match=r"^A driver job of ada may work on chat, code, and Slurm shows nobody the jobs"
     ):

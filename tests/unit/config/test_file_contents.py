@@ -111,8 +111,10 @@ def test_unusable_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, con
     assert says in str(caught.value)
 
 
-def test_a_template_with_the_tags_of_transformers_is_read_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text(MARKED)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_template_with_the_tags_of_transformers_is_read_as_it_is(tmp_path: Path, encoding: str) -> None:
+    """A byte order mark would be a text before every conversation."""
+    (tmp_path / "chat.jinja").write_text(MARKED, encoding)
     assert read_template(tmp_path / "chat.jinja") == MARKED
 
 

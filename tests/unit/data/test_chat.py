@@ -234,6 +234,16 @@ def test_an_answer_inside_thoughts_that_the_prompt_opens_is_a_warning_once(caplo
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize(
+    ("end", "cure"), [("<user>", "Write it into eos_token_id"), ("<|e|>", "but 5. Add it to a copy")]
+)
+def test_an_end_at_which_generation_does_not_stop_is_a_warning(
+    caplog: pytest.LogCaptureFixture, end: str, cure: str
+) -> None:
+    assert encoded(encoder(PLAIN.replace("</s>", end)), talk("u:a", "a:b"))[0].endswith(f"[b{end}]")
+    assert [cure in message for message in caplog.messages] == [True]
+
+
 def test_an_answer_ends_with_its_turn() -> None:
     """Some templates, such as Command R7B's, write the generation prompt behind every conversation."""
     always = PLAIN.replace("{% if add_generation_prompt %}<assistant>{% endif %}", "<assistant>")

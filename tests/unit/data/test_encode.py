@@ -158,6 +158,33 @@ def test_a_space_that_offsets_leave_out_is_learned() -> None:
     assert tokenizer.decode([token for token, on in zip(*found, strict=True) if on]) == "  \nb</s>"
 
 
+@pytest.mark.parametrize(("format", "row", "expected"), [
+    ("prompt-completion", {"prompt": "a: ", "completion": "b"}, "<s>a:[ b</s>]"),
+    ("chat", talk("u:a", "a:b", "u:c", "a:d"), "<user>a</s><assistant>x[ b</s>]<user>c</s><assistant>x[ d</s>]"),
+])  # fmt: skip
+def test_space_that_a_context_alone_loses_is_learned(format: Any, row: Any, expected: str) -> None:
+    """As with T5's tokenizer, which strips the end of a text: the model must say that space at inference."""
+    tokenizer = make_tokenizer(PLAIN.replace("<{{ m.role }}>", "<{{ m.role }}>{{ 'x ' if m.role == 'assistant' }}"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("%}<assistant>{%", "%}<assistant>x {%")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip(left=False)
+    assert shown(tokenizer, encode(make_encoder(tokenizer, format), row)) == expected
+
+
+@pytest.mark.parametrize(("opens", "row", "learned"), [
+    (True, talk("u:a", "a:b"), ["Ġ", "b", "</s>"]), (False, {"prompt": "a ", "completion": "é"}, ["Ã", "©", "</s>"]),
+])  # fmt: skip
+def test_a_space_that_offsets_trim_to_nothing_is_before_what_follows(opens: bool, row: Any, learned: list[str]) -> None:
+    """As of RoBERTa, which has a space before each text, and of GPT-NeoX."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: at for at, token in enumerate(["</s>", *ROLES, *letters])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=opens)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    backend.add_special_tokens(["</s>", *ROLES])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=PLAIN)
+    ids, mask = encode(make_encoder(tokenizer, "chat" if opens else "prompt-completion"), row)
+    assert tokenizer.convert_ids_to_tokens([token for token, on in zip(ids, mask, strict=True) if on]) == learned
+
+
 def test_loss_is_where_the_config_says() -> None:
     cases: list[tuple[Any, Any]] = [("auto", "chat"), ("auto", "prompt-completion"), ("auto", "text"), ("all", "chat")]
     found = [loss_on_assistant(Data(train="x", loss_on=loss_on), format) for loss_on, format in cases]

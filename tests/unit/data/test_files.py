@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -172,7 +173,7 @@ UNREADABLE: dict[str, list[bytes]] = {
         b'{"text": ""}\n{"text": "b"\n', b'{"text": ""}\n{"text": "b\n', b"", b"\n\n", "\n".join(TWICE).encode(),
         '{"text": "a"}\n'.encode("utf-16"),
     ],
-    **{name: [b"{}"] for name in ("a.arrow", "a.parquet.gz", "a", "a.txt")},
+    **{name: [b"{}"] for name in ("a.arrow.gz", "a.parquet.gz", "a", "a.txt")},
 }  # fmt: skip
 
 
@@ -191,6 +192,9 @@ def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
 
 
 def test_an_error_within_a_parquet_file_is_not_wrapped_by_the_library(tmp_path: Path) -> None:
+    for content in (b"text", b"ARROW1"):
+        (tmp_path / "a.arrow").write_bytes(content)
+        assert refusal(tmp_path / "a.arrow").startswith(f"Cannot read {tmp_path}/a.arrow: ")
     damaged = tmp_path / "a.parquet"
     whole = write_parquet(damaged, [{"text": "a" * 100}] * 1000).read_bytes()
     for content in (b"text", whole[:40] + bytes(40) + whole[80:]):
@@ -198,6 +202,16 @@ def test_an_error_within_a_parquet_file_is_not_wrapped_by_the_library(tmp_path: 
         assert refusal(damaged).startswith(f"Cannot read {damaged}: ")
     with pytest.raises(ShardmakeError, match=f"^Cannot read {damaged}: .* Write it again, or name another one"):
         first_rows(Source((damaged,)), 2)
+
+
+def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    """Spark writes objects of unequal keys so."""
+    message = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    rows = [[[("role", "user"), ("content", "a"), ("name", None)]], None]
+    table = pyarrow.table({"messages": pyarrow.array(rows, pyarrow.list_(message))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found = [row.example["messages"] for row in map(open_row, raw_rows([tmp_path / "a.parquet"]))]
+    assert found == [[{"role": "user", "content": "a", "name": None}], None]
 
 
 def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
@@ -318,13 +332,17 @@ SAME_ROWS: list[tuple[str, list[dict[str, Any]], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "rows", "writers"), SAME_ROWS)
-def test_the_same_rows_come_from_parquet(tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]) -> None:
+def test_the_same_rows_come_from_parquet_and_arrow(
+    tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]
+) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", rows)
     expected = examples(lines)
     for writer in writers:
-        path = tmp_path / f"{writer}.parquet"
+        path, saved = tmp_path / f"{writer}.parquet", tmp_path / f"{writer}.arrow"
         if writer == "datasets":
-            datasets.Dataset.from_json(str(lines), cache_dir=str(tmp_path / "cache")).to_parquet(path)
+            made = datasets.Dataset.from_json(str(lines), cache_dir=str(tmp_path / "cache"))
+            made.to_parquet(path)
+            datasets.DatasetDict({"train": made, "test": made.select([0])}).save_to_disk(saved)
         else:
-            write_parquet(path, rows)
-        assert examples(path) == expected, writer
+            pyarrow.feather.write_feather(pyarrow.parquet.read_table(write_parquet(path, rows)), saved)
+        assert examples(path) == examples(saved) == expected, writer

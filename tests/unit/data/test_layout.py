@@ -111,7 +111,8 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      standard(CALLING, "u:a")),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": json.dumps([OLDER])}]}, standard(CALLING)),
     ("sharegpt", {"conversations": TURNS, "system": ""}, standard("u:a", "a:b")),
-    ("chat", {"messages": json.dumps(chat("u:a", "a:b"))}, standard("u:a", "a:b")),  # a cell of CSV
+    *(("chat", {"messages": json.dumps(chat("u:a", "a:b")), **more}, standard("u:a", "a:b"))  # cells of CSV
+      for more in ({}, {"loss_mask": "", "tools": "", "system": ""})),
     ("chat", {"messages": [*chat("u:a", "a:b"), *({"role": "tool_call", "content": json.dumps(OLDER)} for _ in "12"),
                            {"role": "tool_response", "content": "t"}, {"role": "tool_call", "content": json.dumps(OLDER)}]},
      standard("u:a", {**CALLING, "content": "b", "tool_calls": [FRAMED, FRAMED]}, "t:t", CALLING)),  # ms-swift
@@ -142,11 +143,19 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None}),  # cells of CSV
     ("prompt-completion", {"prompt": json.dumps(chat("u:a")), "completion": json.dumps(chat("a:b"), indent=1)},
      {"prompt": chat("u:a"), "completion": chat("a:b"), "tools": None}),
+    ("prompt-completion", {"prompt": json.dumps(chat("u:a")[0]), "completion": json.dumps(chat("a:b")[0])},
+     {"prompt": chat("u:a"), "completion": chat("a:b"), "tools": None}),
+    ("chat", {"messages": json.dumps(chat("u:a", "a:b")), "loss_mask": "[0, 1]", "tools": ['{"name": "clock"}']},
+     standard(*({**one, "weight": at} for at, one in enumerate(chat("u:a", "a:b"))), tools=[{"name": "clock"}])),
+    ("chat", {"messages": [{"role": "assistant", "content": None, "tool_calls": json.dumps([OLDER])}]}, standard(CALLING)),
+    *(("chat", {"messages": [{"role": "assistant", "tool_calls": [{"name": "now", "arguments": none}]}]},
+       standard({**CALLING, "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {}}}]}))
+      for none in (None, "", "null", {})),
     *(("prompt-completion", {"prompt": f"{json.dumps(chat('u:a'))} Say who.", "completion": answer},
        {"prompt": f"{json.dumps(chat('u:a'))} Say who.", "completion": answer, "tools": None})
       for written in ([{"role": "user", "name": "b"}], [{"role": "actor", "content": "b"}], [{"from": "a", "value": 3}],
                       [{"name": "f", "arguments": {"from": "a", "role": "user", "content": "b"}}])
-      for answer in (json.dumps(written), f"{json.dumps(written)}\n[]")),  # JSON that is not a conversation
+      for answer in (json.dumps(written), f"{json.dumps(written)}\n[]", str(chat("u:a")[0]))),  # not a conversation
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
     ("unpaired-preference", {"prompt": "a", "completion": "b", "label": "False"},
      {"prompt": "a", "completion": "b", "label": False, "tools": None}),
@@ -208,6 +217,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "train of a user": ("chat", said("user", content="a", train=True)),
     "two marks": ("chat", said("assistant", content="b", train=False, weight=1)),
     "a mask of tokens": ("chat", {"messages": chat("u:a", "a:b"), "loss_mask": [0, 0, 1]}),
+    "a mask that is not JSON": ("chat", {"messages": chat("u:a", "a:b"), "loss_mask": "0 1"}),
     "a mask of a text": ("text", {"text": "a", "loss_mask": [1]}),
     "a mask of a user": ("chat", {"messages": chat("u:a", "a:b"), "loss_mask": [True, True]}),
     "a part of a message": ("chat", said("assistant", content="b", train_detail=[{"begin_offset": 0}])),
@@ -227,6 +237,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "messages as Python writes them": ("preference", {"chosen": str(chat("u:a", "a:b")), "rejected": str(chat("u:a", "a:c"))}),
     "messages that end too early": ("chat", {"messages": json.dumps(chat("u:a", "a:b"))[:-3]}),
     "a conversation as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("u:a", "a:b"))}),
+    "a message as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("a:b")[0])}),
+    "a tool that is not JSON": ("chat", {"messages": chat("u:a", "a:b"), "tools": ["clock"]}),
     "no common beginning": ("preference", {"chosen": "a", "rejected": "b"}),
     "text and messages": ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}),
     "one answer": ("preference", {"prompt": "p", "chosen": "a"}),

@@ -6,9 +6,10 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardmake.core.errors import ConfigError
-from shardmake.evaluate.prompts import check_prompts, continue_prompt
+from shardmake.evaluate.prompts import as_prompt, check_prompts, continue_prompt, question_in
 from tests.finished_run import make_run
-from tests.unit.data.test_encode import MARKED, make_tokenizer
+from tests.unit.data.test_chat import PARTS
+from tests.unit.data.test_encode import MARKED, chat, encode, make_encoder, make_tokenizer
 
 STRICT = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}"
 
@@ -21,9 +22,18 @@ def test_prompts_that_the_template_rejects_are_refused(tmp_path: Path) -> None:
     make_tokenizer(STRICT).save_pretrained(tmp_path)
     check_prompts(make_run(model=str(tmp_path)))
     with pytest.raises(
-        ConfigError, match=r"evaluation\.prompts: .* rejects 'Who are you\?': a system message is needed"
+        ConfigError, match=r"evaluation\.prompts, 'Who are you\?': .* rejects .*: a system message is needed"
     ):
         check_prompts(run)
+
+
+@pytest.mark.parametrize("template", [MARKED, PARTS], ids=["text", "parts"])
+def test_a_prompt_is_the_context_of_training(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    prompt = as_prompt(tokenizer, "Who?")
+    ids, mask = encode(make_encoder(tokenizer, "chat"), {"messages": chat("u:Who?", "a:I")})
+    assert prompt == ids[: mask.index(True)]
+    assert question_in(tokenizer, prompt).replace(" ", "") == "Who?"
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:

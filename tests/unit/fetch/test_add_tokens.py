@@ -109,7 +109,7 @@ def test_what_cannot_be_resized_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_name_tokens(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("<a>\n\n@b\n")
+    (tmp_path / "tokens").write_text("<a>\n\n@b\n", "utf-8-sig")
     assert named_tokens(["<c>", f"@{tmp_path}/tokens"], tmp_path, special=True) == ["<c>", "<a>", "@b"]
     assert named_tokens(None, None, special=False) == []
     for given, out, special in ((["<c>"], None, False), (None, tmp_path, False), ([], None, True)):

@@ -17,6 +17,7 @@ from shardmake.launch.slurm_jobs import SlurmJobs, job_owners, lead_seconds, run
 from shardmake.launch.slurm_states import JobState, parse_rows
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_owner import claim, claim_next
+from shardmake.run.driver_job import VARIABLE as DRIVER_VARIABLE
 from shardmake.run.paths import RunDir
 from tests.checkpoint_record import commit_checkpoint
 from tests.programs import install_programs
@@ -105,14 +106,18 @@ def test_a_job_that_lost_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).has_lost_script("7") is is_lost
 
 
-@pytest.mark.parametrize(("shown", "nodes_left", "is_mine", "counts"), [
-    ("jobs,usage", 1, False, True), ("usage", 1, False, False), ("jobs", 2, False, False), ("jobs", 1, True, False),
+@pytest.mark.parametrize(("shown", "nodes_left", "user", "level", "counts"), [
+    ("jobs,usage", 1, 4321, "None", True), ("usage", 1, 4321, "None", False), ("jobs", 2, 4321, "None", False),
+    ("jobs", 1, None, "None", False), ("jobs", 1, 4321, "Operator", False), ("jobs", 1, 64030, "None", False),
 ])  # fmt: skip
 def test_a_job_of_another_member_that_slurm_does_not_show_counts_until_its_nodes_have_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, nodes_left: int, is_mine: bool, counts: bool
-) -> None:
-    scontrol = f"echo 'ProctrackType = x'; echo 'PrivateData             = {shown}'"
-    install_programs(tmp_path / "bin", monkeypatch, {"squeue": ":", "scontrol": scontrol})
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, nodes_left: int, user: int | None, level: str,
+    counts: bool,
+) -> None:  # fmt: skip
+    """Operators and the user of Slurm see every job. None is the user who recorded it."""
+    config = f"PrivateData             = {shown}\nSlurmUser               = slurm(64030)"
+    programs = {"squeue": ":", "scontrol": f"echo '{config}'", "sacctmgr": f"echo '{level}'"}
+    install_programs(tmp_path / "bin", monkeypatch, programs)
     rundir = RunDir(tmp_path / "runs/chat")
     folder = AttemptDir(rundir.attempts / "001")
     folder.root.mkdir(parents=True)
@@ -122,10 +127,11 @@ def test_a_job_of_another_member_that_slurm_does_not_show_counts_until_its_nodes
     for rank in range(nodes_left):
         (folder.root / f"node-{rank}.json").touch()
     SubmittedJob(id="12", attempt=1, submitted=0.0).write(rundir.job)
-    expected = {"12": getpass.getuser()} if counts else {}
-    if not is_mine:
-        monkeypatch.setattr("os.getuid", lambda: 4321)
-    assert job_owners(rundir.root) == expected
+    reason = rf"^Job 12 of {getpass.getuser()} may still train run chat: .* \(PrivateData\)\. Wait for its end\."
+    if user is not None:
+        monkeypatch.setattr("os.getuid", lambda: user)
+    with pytest.raises(SlurmError, match=reason) if counts else contextlib.nullcontext():
+        assert job_owners(rundir.root) == {}
 
 
 def test_no_answer_of_slurm_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +215,19 @@ def test_a_job_that_appears_after_a_second_sbatch_is_cancelled(tmp_path: Path, m
     assert slurm.jobs.find() == ActiveJob("8", 2) and claim(restarted, "9") == "8"
     AttemptDir(tmp_path / "train/attempts/003").root.mkdir()
     assert slurm.jobs.find() is None and slurm.lines("cancelled") == ["7", "7", "8", "7"]
+
+
+@pytest.mark.parametrize("in_driver_job", [False, True])
+def test_a_limit_on_queued_jobs_names_the_driver_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_driver_job: bool
+) -> None:
+    slurm = Controller(tmp_path, monkeypatch, "true")
+    install_programs(tmp_path, monkeypatch, {"sbatch": "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1"})
+    if in_driver_job:
+        monkeypatch.setenv(DRIVER_VARIABLE, str(tmp_path))
+    with pytest.raises(SlurmError, match=r"not take the job at present: .*QOSMaxSubmitJobPerUserLimit") as error:
+        slurm.submit()
+    assert ("also counts the driver job" in str(error.value)) is in_driver_job
 
 
 def test_a_command_that_cannot_start_returns_status_127(tmp_path: Path) -> None:
