@@ -238,7 +238,7 @@ def fetch(
         FetchPart, typer.Option(help="All files, all but the weights (enough for a plan), or the weights.")
     ] = "all",
     dequantize: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write a model of FP8 or MXFP4 weights there in bf16.")
+        Path | None, typer.Option(metavar="FOLDER", help="Also write a model of quantized weights there in bf16.")
     ] = None,
     add_tokens: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Also write the model there with the tokens of --token.")

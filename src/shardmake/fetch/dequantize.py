@@ -1,4 +1,4 @@
-"""Write a model with quantized weights in bf16, tensor by tensor: FP8 with scales, FP4 and MXFP4.
+"""Write a model with quantized weights in bf16, tensor by tensor: FP8, integers and FP4 with scales.
 
 The result has the base model's names, files and config without the declaration of quantized weights, so that it trains,
 merges and loads as if it were published in bf16.
@@ -6,7 +6,7 @@ merges and loads as if it were published in bf16.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -22,31 +22,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
-_PACKED: Final = ("I8", "U8")
-"""Types that hold two FP4 numbers a byte."""
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of E2M1 (OCP Microscaling Formats, section 5.3.3)."""
+_WORD: Final = 32
+"""Bits of the words in which compressed-tensors packs integers."""
+_OPERANDS: Final = ("_zero_point", "_global_scale", "_shape")
+"""Ends of the names of tensors that compressed-tensors stores beside the scales of a weight."""
+_BLOCK: Final = (128, 128)
+"""The size of blocks in FP8 if a config states none, as in transformers."""
+_BY_TRANSFORMERS: Final = "If transformers can dequantize it, do that and call save_pretrained, or name it in 16 bits."
+_UNUSED: Final = (
+    ".activation_scale", ".qscale_act", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
+    ".q_scale", ".k_scale", ".v_scale",
+)  # fmt: skip
+"""Ends of the names of tensors about activations and the cache of keys and values."""
 
 
 @dataclass(frozen=True)
 class Quantized:
     """How the files of a method hold a quantized weight: the ends of the names that belong to one weight.
 
-    ``scales`` are tried in this order in place of ``weight``; tensors that end with one of ``unused`` are left out.
+    ``scales`` are tried in this order in place of ``weight``. ``two_a_byte`` are the types that hold two FP4 numbers.
     """
 
     weight: str
     scales: tuple[str, ...]
     types: tuple[str, ...]
-    unused: tuple[str, ...] = ()
+    two_a_byte: tuple[str, ...] = ()
 
 
-_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act")
-METHODS: Final[Mapping[str, Quantized]] = {
-    "fp8": Quantized("", ("_scale_inv", ">.scale", ">.qscale_weight"), ("F8_E4M3", "F8_E5M2", "I8"), _ACTIVATIONS),
-    "mxfp4": Quantized("_blocks", ("_scales",), ("U8",)),
-    "compressed-tensors": Quantized("", ("_scale",), ("F8_E4M3",), _ACTIVATIONS),
-}
+METHODS: Final[Mapping[str, tuple[Quantized, ...]]] = {
+    "fp8": (Quantized("", ("_scale_inv", ">.scale", ">.qscale_weight"), ("F8_E4M3", "F8_E5M2", "I8"), ("I8",)),),
+    "mxfp4": (Quantized("_blocks", ("_scales",), ("U8",), ("U8",)),),
+    "compressed-tensors": (
+        Quantized("_packed", ("_scale",), ("I32", "U8"), ("U8",)), Quantized("", ("_scale",), ("F8_E4M3", "I8")),
+    ),
+}  # fmt: skip
 """By ``quant_method``; ``>`` in the name of scales drops ``.weight`` before it."""
 
 
@@ -58,95 +69,170 @@ def dequantize(source: Path, out: Path) -> None:
     """
     refuse_existing(out)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    method, settings = _declared(config, source)
+    layouts, settings = _declared(config, source)
     tensors = huggingface.read(source).tensors
-    pairs = _pairs(tensors, method, source)
-    used = {name for pair in pairs.values() for name in pair[:2]}
-    kept = {name: t for name, t in tensors.items() if name not in used and not name.endswith(method.unused)}
-    unscaled = {name for name, t in kept.items() if t.dtype in method.types and name.endswith(method.weight)}
+    stored = _stored(tensors, layouts, source)
+    used = {name for one in stored.values() for name in one.parts.values()}
+    kept = {name: t for name, t in tensors.items() if name not in used and not name.endswith(_UNUSED)}
+    unscaled = {
+        name for name, t in kept.items() for one in layouts if t.dtype in one.types and name.endswith(one.weight)
+    }
     if left := sorted(unscaled | {name for name, t in kept.items() if t.dtype.startswith("F8")}):
         raise ModelError(f"Cannot dequantize {source}: {left[0]} has no scales. Copy the model again.")
-    sizes = [2 * t.numel * (2 if t.dtype in _PACKED else 1) for t in (tensors[name] for name, _ in pairs.values())]
+    if reordered := sorted(name for name in kept if name.endswith("_g_idx")):
+        raise ModelError(f"Cannot dequantize {source}: {reordered[0]} reorders columns. {_BY_TRANSFORMERS}")
+    numbers = _numbers(settings)
+    held = ((one.layout, tensors[one.parts["weight"]]) for one in stored.values())
+    sizes = [2 * tensor.numel * _in_one(layout, tensor.dtype, numbers) for layout, tensor in held]
     size = sum(sizes) + sum(tensor.nbytes for tensor in kept.values())
     with new_model(out, size, max(sizes)) as staging, reader(tensors) as read:
-        convert = _convert_blocks if method.weight else _convert_scaled
-        block = settings.get("weight_block_size") or _block_of_groups(settings)
-        made = ((name, convert(read(pair[0]), read(pair[1]), block)) for name, pair in pairs.items())
+        made = (
+            (name, _convert(one.layout, {part: read(full) for part, full in one.parts.items()}, numbers))
+            for name, one in stored.items()
+        )
         write_weights(staging, [((name, read(name)) for name in kept), made])
         for part in (config, config.get("text_config") or {}):
             for key in (*QUANTIZATION_KEYS, "torch_dtype"):
                 part.pop(key, None)
         copy_small_files(source, staging, {**config, "dtype": "bfloat16"})
-    logger.info("Wrote %s in bf16: %d quantized weights of %s. A merge of it is in bf16, too.", out, len(pairs), source)
+    logger.info(
+        "Wrote %s in bf16: %d quantized weights of %s. A merge of it is in bf16, too.", out, len(stored), source
+    )
 
 
-def _block_of_groups(settings: Mapping[str, Any]) -> list[int] | None:
-    """Return the size of the blocks that compressed-tensors states for its weights, if it does."""
-    groups = (group.get("weights") or {} for group in (settings.get("config_groups") or {}).values())
-    return next((one["block_structure"] for one in groups if one.get("block_structure")), None)
+@dataclass(frozen=True)
+class _Stored:
+    """The names of the tensors that make up one weight, by their part of it, and the layout that has them."""
+
+    layout: Quantized
+    parts: Mapping[str, str]
 
 
-def _declared(config: Mapping[str, Any], source: Path) -> tuple[Quantized, Mapping[str, Any]]:
+@dataclass(frozen=True)
+class _Numbers:
+    """Sizes of the blocks of weights that have one scale, and the bits of packed integers, which a config states."""
+
+    blocks: Sequence[Sequence[int]]
+    bits: Sequence[int]
+
+
+def _numbers(settings: Mapping[str, Any]) -> _Numbers:
+    """Return what ``settings`` state; without the size of blocks, a config of FP8 means that of transformers."""
+    groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    blocks = [one["block_structure"] for one in groups if one.get("block_structure")]
+    if "config_groups" not in settings:
+        blocks.append(settings.get("weight_block_size", _BLOCK))
+    bits = sorted({one["num_bits"] for one in groups if one.get("num_bits") and _WORD % one["num_bits"] == 0})
+    return _Numbers([block for block in blocks if block], bits)
+
+
+def _in_one(layout: Quantized, dtype: str, numbers: _Numbers) -> int:
+    """Return how many numbers an element of the stored weight can have."""
+    return 2 if dtype in layout.two_a_byte else _WORD // min(numbers.bits, default=1) if dtype == "I32" else 1
+
+
+def _declared(config: Mapping[str, Any], source: Path) -> tuple[tuple[Quantized, ...], Mapping[str, Any]]:
     text = config.get("text_config") or {}
     found = next((part[key] for part in (config, text) for key in QUANTIZATION_KEYS if part.get(key)), None)
     if found is None:
         raise ModelError(f"Cannot dequantize {source}: its config.json declares no quantized weights. Use it as it is.")
-    method = METHODS.get(found.get("quant_method", ""))
-    if method is None:
+    layouts = METHODS.get(found.get("quant_method", ""))
+    if layouts is None:
         raise ModelError(
             f"Cannot dequantize {source}: the quantization method {found.get('quant_method')!r} is not known. Known "
-            f"are {', '.join(METHODS)}. Load it with transformers, dequantize it there and call save_pretrained."
+            f"are {', '.join(METHODS)}. {_BY_TRANSFORMERS}"
         )
-    return method, found
+    return layouts, found
 
 
-def _pairs(tensors: Mapping[str, StoredTensor], method: Quantized, source: Path) -> dict[str, tuple[str, str]]:
-    """Return the names of quantized weight and scales by the name of each weight in bf16."""
+def _stored(tensors: Mapping[str, StoredTensor], layouts: Iterable[Quantized], source: Path) -> dict[str, _Stored]:
+    """Return the tensors of each quantized weight by the name of the weight in bf16."""
     found = {}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in method.types or not name.endswith(method.weight):
-            continue
-        stem = name.removesuffix(method.weight)
-        names = (stem.removesuffix(".weight") + end[1:] if end.startswith(">") else stem + end for end in method.scales)
-        scales = next((one for one in names if one in tensors), None)
-        if scales is not None:
-            found[stem] = name, scales
+    for layout in layouts:
+        for name, tensor in tensors.items():
+            if tensor.dtype not in layout.types or not name.endswith(layout.weight):
+                continue
+            stem = name.removesuffix(layout.weight)
+            ends = (stem.removesuffix(".weight") + end[1:] if end[0] == ">" else stem + end for end in layout.scales)
+            scales = next((one for one in ends if one in tensors), None)
+            if scales is not None:
+                operands = {end: stem + end for end in _OPERANDS if stem + end in tensors}
+                found[stem] = _Stored(layout, {"weight": name, "scales": scales, **operands})
     if not found:
         kinds = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
         raise ModelError(
-            f"Cannot dequantize {source}: no weight of it has scales in a known format; its tensors are {kinds}. Load "
-            "it with transformers, dequantize it there and call save_pretrained."
+            f"Cannot dequantize {source}: no weight of it has scales in a known format; its tensors are {kinds}. "
+            f"{_BY_TRANSFORMERS}"
         )
     return found
 
 
-def _convert_scaled(weight: "Tensor", scales: "Tensor", block: list[int] | None) -> "Tensor":
-    """Return ``weight`` [..., rows, columns] times the scale of each of its blocks, in bf16.
+def _convert(layout: Quantized, parts: Mapping[str, "Tensor"], numbers: _Numbers) -> "Tensor":
+    """Return the weight [..., rows, columns] in bf16: its stored numbers less their zero points, times their scales.
 
-    ``scales`` is a number or a grid [..., rows of blocks, columns of blocks]. At the edges blocks of the size ``block``
-    are cut; without that size, the grid divides the weight evenly. int8 holds two FP4 numbers a byte.
+    A scale or zero point is a number, one a row, or a grid [..., rows of blocks, columns of blocks]. Blocks of a size
+    in ``numbers`` are cut at the edges; a grid that fits none of these sizes divides the weight evenly.
     """
     import torch
 
+    weight, scales = parts["weight"], parts["scales"]
+    if layout.weight == "_blocks":
+        return _convert_blocks(weight, scales)
     if weight.dim() > 2:
-        return torch.stack([_convert_scaled(*pair, block) for pair in zip(weight, scales, strict=True)])
-    values = _fp4(weight).flatten(-2) if weight.dtype == torch.int8 else weight.float()
+        experts = ({part: _of_expert(part, held, n) for part, held in parts.items()} for n in range(len(weight)))
+        return torch.stack([_convert(layout, expert, numbers) for expert in experts])
+    if weight.dtype == torch.int32:
+        columns = int(parts["_shape"][1])
+        values = _unpacked(weight, columns, numbers.bits)
+    else:
+        fp4 = weight.dtype in (torch.int8, torch.uint8) and bool(layout.two_a_byte)
+        values = _fp4(weight).flatten(-2) if fp4 else weight.float()
     factors = _powers(scales) if scales.dtype == torch.uint8 else scales.float()
-    if factors.numel() == 1:
-        return (values * factors).bfloat16()
-    if factors.dim() == 1:  # one scale a row
-        factors = factors[:, None]
-    sizes = []
-    for axis, (length, count) in enumerate(zip(values.shape, factors.shape, strict=True)):
-        size = block[axis] if block and ceil(length / block[axis]) == count else max(1, length // count)
-        if ceil(length / size) != count:
-            raise ModelError(f"Cannot dequantize a weight of {list(weight.shape)} with scales {list(scales.shape)}.")
-        sizes.append(size)
-    rows = factors.repeat_interleave(sizes[0], 0)[: values.shape[0]]
-    return (values * rows.repeat_interleave(sizes[1], 1)[:, : values.shape[1]]).bfloat16()
+    if "_global_scale" in parts:
+        factors = factors / parts["_global_scale"].float()
+    if "_zero_point" in parts:
+        zeros = parts["_zero_point"]
+        if zeros.dtype == torch.int32:
+            zeros = _unpacked(zeros.T, values.shape[0], numbers.bits).T
+        values -= _spread(zeros.float(), values.shape, numbers)
+    return (values * _spread(factors, values.shape, numbers)).bfloat16()
 
 
-def _convert_blocks(blocks: "Tensor", scales: "Tensor", _: list[int] | None) -> "Tensor":
+def _of_expert(part: str, held: "Tensor", number: int) -> "Tensor":
+    return held[1:] if part == "_shape" else held if held.numel() == 1 else held[number]
+
+
+def _spread(grid: "Tensor", shape: Sequence[int], numbers: _Numbers) -> "Tensor":
+    """Return the number of ``grid`` for each element of a weight of ``shape``, or one number for all of them."""
+    if grid.numel() == 1:
+        return grid.flatten()
+    if grid.dim() == 1:
+        grid = grid[:, None]
+    fitting = (
+        block for block in numbers.blocks
+        if all(ceil(length / size) == count for length, size, count in zip(shape, block, grid.shape, strict=True))
+    )  # fmt: skip
+    rows, columns = next(fitting, [max(1, length // count) for length, count in zip(shape, grid.shape, strict=True)])
+    if grid.shape != (ceil(shape[0] / rows), ceil(shape[1] / columns)):
+        raise ModelError(f"Cannot dequantize a weight of {list(shape)} with scales {list(grid.shape)}.")
+    return grid.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _unpacked(words: "Tensor", columns: int, known: Sequence[int]) -> "Tensor":
+    """Return the integers in ``words`` [rows, words], int32 that hold the first one in their lowest bits, in fp32."""
+    import torch
+
+    bits = next((one for one in known if ceil(columns * one / _WORD) == words.shape[1]), None)
+    if bits is None:
+        raise ModelError(
+            f"Cannot dequantize a packed weight of {columns} columns in {words.shape[1]} words. Its config.json states "
+            f"no number of bits that fits and that divides {_WORD}. {_BY_TRANSFORMERS}"
+        )
+    held = (words[..., None] >> torch.arange(0, _WORD, bits)) & (2**bits - 1)
+    return held.flatten(-2)[:, :columns].float() - 2 ** (bits - 1)
+
+
+def _convert_blocks(blocks: "Tensor", scales: "Tensor") -> "Tensor":
     """Return MXFP4 experts [experts, in, out] in bf16; ``blocks`` is [experts, out, in / 32, 16]."""
     import torch
 
