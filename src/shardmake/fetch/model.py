@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmake.checkpoint.formats.huggingface import is_licence
+from shardmake.checkpoint.formats.huggingface import MODEL, MODEL_BIN, is_licence
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import cached_snapshot, commit_of, git_object_id, list_files, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, record
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 FETCH_AGAIN = "Check the network and fetch again. Finished files are kept."
 _TEXTS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -149,9 +148,10 @@ def _missing_weights(folder: Path, pending: Container[str]) -> list[str]:
     def is_available(name: str) -> bool:
         return name in pending or ((folder / name).is_file() and (folder / name).stat().st_size > 0)
 
-    index = next((folder / name for name in _INDEXES if (folder / name).is_file()), None)
-    if index is not None:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [name for name in shards if not is_available(name)]
-    has_weights = any(is_available(name) for name in ("model.safetensors", "pytorch_model.bin"))
-    return [] if has_weights else ["its weights (model.safetensors)"]
+    for files in (MODEL, MODEL_BIN):  # in the order of transformers
+        if is_available(files.single):
+            return []
+        if (folder / files.index).is_file():
+            shards = sorted(set(json.loads((folder / files.index).read_text())["weight_map"].values()))
+            return [name for name in shards if not is_available(name)]
+    return ["its weights (model.safetensors)"]

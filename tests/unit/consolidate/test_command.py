@@ -199,6 +199,8 @@ DAMAGE: list[tuple[str, bytes]] = [
 @pytest.mark.parametrize("command", ["consolidate", "verify"])
 def test_no_input_ends_in_a_traceback(run: Run, path: str, content: bytes, command: str) -> None:
     Path(path).write_bytes(content)
+    if path.endswith("index.json"):  # beside one file of weights it is not read
+        Path(SHARD).unlink()
     if command == "verify":
         run("verify", str(Path(path).parent))
         return

@@ -3,7 +3,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardmake.checkpoint.formats.huggingface import read, weight_names
 from shardmake.core.atomic import read_json
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
@@ -204,6 +207,25 @@ def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         (tmp_path / removed).unlink()
         with pytest.raises(ShardmakeError, match=removed.replace("tokenizer.json", r"a tokenizer \(tokenizer.json")):
             check_model_folder(tmp_path)
+
+
+def test_one_file_of_weights_counts_before_an_index(tmp_path: Path) -> None:
+    """transformers leaves the index of earlier shards in a folder, and loads the one file, even beside the shards."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    first, second = (LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)) for _ in range(2))
+    first.save_pretrained(tmp_path, max_shard_size="1KB")
+    shards = {path: path.read_bytes() for path in tmp_path.glob("model-*.safetensors")}
+    second.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert shards and (tmp_path / "model.safetensors.index.json").is_file()
+    for content in ({}, shards):
+        for path, held in content.items():
+            path.write_bytes(held)
+        check_model_folder(tmp_path)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(loaded[name], weight) for name, weight in second.state_dict().items())
+        held_in = {piece.record.path.name for one in read(tmp_path).tensors.values() for piece in one.pieces}
+        assert held_in == {"model.safetensors"} and weight_names(tmp_path) == loaded.keys()
 
 
 @pytest.mark.parametrize(("there", "chosen"), [

@@ -107,15 +107,15 @@ def _named_adapters(path: Path) -> dict[str, Path]:
 def read(folder: Path, target: Target = "keep") -> Contents:
     """Read the model or adapter in ``folder``; raise `CheckpointError` if index and files do not agree."""
     contents = _contents("Hugging Face folder", folder, [folder / name for name in shard_names(folder)])
-    if _index(folder).is_file():
-        weight_map = _weight_map(folder)
+    if index := _index(folder):
+        weight_map = _weight_map(index)
         tensors = contents.tensors
         wrong = list(weight_map.keys() ^ tensors.keys())
         held = {tensor.name: tensor.pieces[0].record.path.name for tensor in tensors.values() if tensor.pieces}
         wrong += [name for name, file in held.items() if file != weight_map.get(name)]
         if wrong:
             raise CheckpointError(
-                f"{_index(folder)} does not match the weight files in {sorted(wrong)[0]}. Copy the model again."
+                f"{index} does not match the weight files in {sorted(wrong)[0]}. Copy the model again."
             )
     return contents
 
@@ -132,33 +132,35 @@ def read_adapter(folder: Path, target: Target = "keep") -> Contents:
 
 def shard_names(folder: Path) -> list[str]:
     """Return the names of the weight files in ``folder``, from the index if there is one."""
-    if not _index(folder).is_file():
+    index = _index(folder)
+    if index is None:
         return [(find_weight_files(folder) or MODEL).single]
-    names = sorted(set(_weight_map(folder).values()))
+    names = sorted(set(_weight_map(index).values()))
     if any("/" in name or name in ("", ".", "..") for name in names):
-        raise CheckpointError(f"{_index(folder)} names files outside its folder. Download the model again.")
+        raise CheckpointError(f"{index} names files outside its folder. Download the model again.")
     return names
 
 
 def weight_names(folder: Path) -> set[str]:
     """Return the names of the tensors in ``folder``, from the index if there is one."""
-    if _index(folder).is_file():
-        return set(_weight_map(folder))
+    if index := _index(folder):
+        return set(_weight_map(index))
     return {tensor.name for tensor in read_file(folder / shard_names(folder)[0])}
 
 
-def _index(folder: Path) -> Path:
-    return folder / (find_weight_files(folder) or MODEL).index
+def _index(folder: Path) -> Path | None:
+    """Return the index of the weights in ``folder``; None beside a single file, which transformers loads instead."""
+    files = find_weight_files(folder) or MODEL
+    is_read = (folder / files.index).is_file() and not (folder / files.single).is_file()
+    return folder / files.index if is_read else None
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return _Index.model_validate_json(_index(folder).read_bytes()).weight_map
+        return _Index.model_validate_json(index.read_bytes()).weight_map
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        raise CheckpointError(
-            f"{_index(folder)} is not a valid index of weight files ({reason}). Copy it again."
-        ) from None
+        raise CheckpointError(f"{index} is not a valid index of weight files ({reason}). Copy it again.") from None
 
 
 def read_file(path: Path) -> Iterator[StoredTensor]:
