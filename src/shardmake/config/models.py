@@ -22,6 +22,7 @@ from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, describe_optimizers
+from shardmake.config.schema import describe_keys
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, variable_problems
 from shardmake.config.slurm_options import clashes, find_option, why_refused, why_refused_of_step
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
@@ -74,19 +75,12 @@ SEVERAL_LINES: Final = ("command", "prompts", "setup")
 """Keys whose text may have line breaks."""
 
 
-def _join_lines(schema: dict[str, Any]) -> None:
-    """Make one line of each description, most of which are docstrings."""
-    for node in schema["properties"].values():
-        node["description"] = " ".join(node["description"].split())
-
-
 class Section(BaseModel):
     """A part of a configuration file; it rejects unknown keys and wrong types. Each key has a description."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True,
-        json_schema_extra=_join_lines,
-    )  # fmt: skip
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, json_schema_extra=describe_keys
+    )
 
     @field_validator("*")
     @classmethod
