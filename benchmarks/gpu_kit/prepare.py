@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu_kit.cases import SHAPES, Case, keys_of, shape_of
 from benchmarks.gpu_kit.machine import Machine
-from shardmake import cli
+from shardmake.cli import stages
 from shardmake.core.atomic import write_json
 from shardmake.core.environment import checkout_commit
 from shardmake.core.errors import ShardmakeError
@@ -47,7 +47,7 @@ def prepare(work: Path, machine: Machine, cases: Sequence[Case]) -> dict[str, st
             begun = time.monotonic()
             config = [write_config(Path(), case.name, CLUSTER, keys_of(case, machine))]
             try:
-                for stage in (cli.data, cli.plan, cli.render):
+                for stage in (stages.data, stages.plan, stages.render):
                     stage(case.name, config=config)
             except ShardmakeError as error:
                 failed[case.name] = str(error)

@@ -81,7 +81,7 @@ ROWS: dict[Why | str, str] = {
         consolidate/merge.py consolidate/merge_plan.py:plan_merge consolidate/source_checks.py:parse_allowed
         launch/driver_script.py:refuse_login_node launch/driver_script.py:refuse_while_driven push/stage.py:push
     """,
-    "cli.py:plan": """
+    "cli/stages.py:plan": """
         data/check.py:check_sources evaluate/backends.py:check_backend evaluate/harness.py
         evaluate/prompts.py:check_prompts launch/container.py:_probe launch/container.py:check_container
         launch/slurm_request.py:_checked launch/submission_check.py:_check_memory
@@ -199,7 +199,7 @@ class Sources:
 
     def reached_by_plan(self) -> set[tuple[str, str]]:
         """Return every module and name that `shardmake plan` uses, directly or in what it calls."""
-        reached, new = set[tuple[str, str]](), {("cli.py", "plan")}
+        reached, new = set[tuple[str, str]](), {("cli/stages.py", "plan")}
         while new:
             reached |= new
             new = {used for one in new for used in self.used_by(*one)} - reached
@@ -211,7 +211,7 @@ def test_plan_makes_every_earlier_check() -> None:
     reached = sources.reached_by_plan()
     for row, why in TABLE.items():
         if isinstance(why, str):
-            module, _, name = (row if why == "cli.py:plan" else why).partition(":")
+            module, _, name = (row if why == "cli/stages.py:plan" else why).partition(":")
             checks = [name] if name else sources.definitions[module]
             assert reached & {(module, check) for check in checks}, f"`shardmake plan` does not call {module}:{name}"
 

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardmake.config.invocation import VARIABLE
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.atomic import write_json
+from shardmake.core.environment import CONFIG_VARIABLE
 from shardmake.run.paths import RunDir
 from shardmake.run.record import FORMAT
 from shardmake.run.settings import current
@@ -19,7 +19,7 @@ CONTENT: dict[str, Any] = {
 def leave(stage: str, name: str) -> None:
     """Write what ``stage`` of the run ``name`` leaves."""
     rundir = RunDir(Path("runs", name))
-    config = load_config(Path(os.environ.get(VARIABLE, "config/config.yaml")))
+    config = load_config(Path(os.environ.get(CONFIG_VARIABLE, "config/config.yaml")))
     files = {
         "fetch": (rundir.sources, rundir.weights_receipt), "plan": (rundir.plan, rundir.memory, rundir.memory_table),
         "render": (rundir.accelerate, rundir.deepspeed, rundir.training, rundir.rendered),

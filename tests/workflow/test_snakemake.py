@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardmake.config.invocation import VARIABLE
+from shardmake.core.environment import CONFIG_VARIABLE
 from shardmake.launch.watcher import WAITED_VARIABLE
 from shardmake.plan.stage import make_plan
 from shardmake.run.paths import RunDir
@@ -191,7 +191,7 @@ def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypa
     merged = sorted((checkout.root / ".snakemake/shardmake").glob("*.yaml"))
     copies = {yaml.safe_load(path.read_text())["runs"]["mine"]["learning_rate"]: path for path in merged}
     assert set(copies) == {5e-4, 9e-4}
-    monkeypatch.setenv(VARIABLE, str(copies[9e-4]))
+    monkeypatch.setenv(CONFIG_VARIABLE, str(copies[9e-4]))
     (checkout.root / "config/config.yaml").write_text("cluster: [\n")
     checkout("snakemake", TARGET, "--mode", "subprocess", "--nolock", "--cores", "1", "--forceall")
     assert settings(checkout) == (9e-4, 42)

@@ -20,8 +20,6 @@ from shardmake.config.effects import cluster_values, run_values
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import (
-    RUNS_VARIABLE,
-    VARIABLE,
     check_executor,
     check_module,
     check_until,
@@ -32,6 +30,7 @@ from shardmake.config.invocation import (
 )
 from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
 from shardmake.config.user_files import read_user_files
+from shardmake.core.environment import CONFIG_VARIABLE, RUNS_VARIABLE
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
@@ -75,7 +74,7 @@ IN_A_JOB = IS_DRIVER_JOB or "SLURM_JOB_ID" in os.environ
 # the paths of rules. The commands and the functions below read files themselves, so they need it too.
 IS_MODULE = not workflow.modifier.is_main_snakefile()
 IS_LATER_PROCESS = IS_DRIVER_JOB or not workflow.is_main_process
-KEPT_CONFIG = os.environ.get(VARIABLE) if IS_LATER_PROCESS and not IS_MODULE else None
+KEPT_CONFIG = os.environ.get(CONFIG_VARIABLE) if IS_LATER_PROCESS and not IS_MODULE else None
 ROOT = Path(workflow.modifier.path_modifier.replace_prefix("runs/"))  # the folder of the runs
 
 # A configuration that the user names replaces the demo's. It is not read with `configfile:`: Snakemake's reader takes a
@@ -124,7 +123,7 @@ def read_configuration():
         check_module(config)
         parsed = parse_config(config, "config of the module")
         merged = write_merged(parsed, "config of the module").absolute()
-        variables = {VARIABLE: str(merged), RUNS_VARIABLE: str(ROOT)}
+        variables = {CONFIG_VARIABLE: str(merged), RUNS_VARIABLE: str(ROOT)}
         assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         program = " ".join([*assignments, program]).replace("{", "{{").replace("}", "}}")
     else:

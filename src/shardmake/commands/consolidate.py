@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 from typer import Option
 
 from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.config.load import get_run, load_config
 from shardmake.core.errors import ConfigError
 
 KEY_HELP: Final = "Of several models in one checkpoint, such as model and ema: the one that is meant."
@@ -89,6 +88,8 @@ def require_run(request: MergeRequest, source: str, config: list[Path]) -> None:
 
 
 def _is_run(name: str, config: list[Path]) -> bool:
+    from shardmake.config.load import get_run, load_config
+
     try:
         get_run(load_config(*config), name)
     except ConfigError:

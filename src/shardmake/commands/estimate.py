@@ -1,25 +1,26 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 
-from shardmake.commands.estimate_request import LARGEST_HOST, EstimateRequest, check_options
+from shardmake.commands.estimate_request import EstimateRequest
+from shardmake.config.accelerators import find_accelerator
 from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
-from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
+from shardmake.config.models import STRATEGIES, Cluster, Lora, Run, Section, Strategy
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.config.user_files import read_user_files
-from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.environment import library_version
+from shardmake.core.errors import ConfigError, ShardmakeError, nearest
 from shardmake.core.library_process import one_library_process
 from shardmake.core.log import warn_while_slow
 from shardmake.core.units import GB, GIB
 from shardmake.memory import calibration, states
 from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
-from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
 from shardmake.plan.abilities import describe_quantized_base
 from shardmake.plan.candidates import Candidate, choices
@@ -36,6 +37,8 @@ from shardmake.run.own_files import check_refused
 
 CORES_PER_GPU = 16
 DEFAULT_LENGTH = 4096
+LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
+LARGEST_HOST = 64 * 1024  # GiB
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     settings = resolve_request(request)
     request = replace(request, sequence_length=settings.run.sequence_length)
     if request.probe:
+        from shardmake.memory.probe import probe
+
         calibration.keep(settings.hardware.accelerator.name, probe(settings.model))
     planner = CachedPlanner(settings)
     possible = choices(settings, _strategies(request, settings.run))
@@ -135,7 +140,9 @@ def _inputs(settings: ResolvedRun) -> dict[str, str]:
             f"most {error.largest:.1%} more"
             for error in (*FAMILY_ERRORS.values(), HOST_ERROR)
         },
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "deepspeed")),
+        "versions": ", ".join(
+            f"{name} {library_version(name)}" for name in ("torch", "transformers", "peft", "deepspeed")
+        ),
     }
 
 
@@ -217,6 +224,52 @@ def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
     refuse(unsuitable(run, strategy) for strategy in named)
     return named
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The options
+
+
+_COUNTS: dict[str, tuple[type[Section], str]] = {
+    "nodes": (Cluster, "max_nodes"),
+    "gpus_per_node": (Cluster, "processes_per_node"),
+    "sequence_length": (Run, "sequence_length"),
+    "micro_batch": (Run, "global_batch_size"),
+    "sequence_parallel": (Run, "sequence_parallel"),
+    "tensor_parallel": (Run, "tensor_parallel"),
+    "expert_parallel": (Run, "expert_parallel"),
+    "lora_rank": (Lora, "rank"),
+    "accumulation": (Run, "global_batch_size"),
+}
+"""The key of the configuration that limits each option."""
+
+
+def check_options(request: EstimateRequest) -> None:
+    """Raise a `ConfigError` for an option with a value that cannot be used, before the model is read."""
+    if not request.model:
+        raise ConfigError("No model is named. Name a hub id, a model folder or a config.json.")
+    for name, (section, key) in _COUNTS.items():
+        value, limits = getattr(request, name), section.model_fields[key].metadata
+        largest = next(limit.le for limit in limits if hasattr(limit, "le"))
+        if value is not None and not 1 <= value <= largest:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}. Write a number from 1 to {largest:,}.")
+    for name in request.strategies:
+        if name not in STRATEGIES:
+            known = ", ".join(STRATEGIES)
+            raise ConfigError(f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {known}.")
+    try:
+        find_accelerator(request.accelerator)
+    except ConfigError as error:
+        raise ConfigError(f"--accelerator: {error}") from None
+    if request.gpu_memory is not None and math.isfinite(request.gpu_memory) and request.gpu_memory > LARGEST_GPU:
+        raise ConfigError(
+            f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "
+            f"If that were MiB, write {request.gpu_memory / 1024:.4g}."
+        )
+    if request.host_memory is not None and not 0 < request.host_memory <= LARGEST_HOST:
+        raise ConfigError(f"--host-memory is {request.host_memory:g}; give the RAM of one node in GiB, such as 512.")
+    if request.gpu_memory is not None and not 1 <= request.gpu_memory < math.inf:
+        raise ConfigError(f"--gpu-memory is {request.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Options of a command from the fields of a record, and the list of all commands in groups."""
+"""Options of a command from the fields of a record."""
 
 import functools
 import inspect
@@ -6,30 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import getitem
 from types import GenericAlias
-from typing import Annotated, Any, Final, get_args, get_origin
-
-from typer.core import TyperGroup
-
-GROUPS: Final = {
-    "Stages": "fetch plan render data train consolidate evaluate push report",
-    "Your files and models": "init demo estimate check verify reshard config",
-    "Runs": "run submit status list logs compare stop cancel retrain",
-    "Administration": "doctor clean",
-}
-"""Commands by the heading under which the help lists them."""
-
-
-class Grouped(TyperGroup):
-    """The command line, whose help lists the commands in groups."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group; a command of none is in the last one."""
-        grouped = " ".join(GROUPS.values()).split()
-        for heading, names in GROUPS.items():
-            others = [name for name in self.commands if name not in grouped] if heading == [*GROUPS][-1] else []
-            known = [name for name in (*names.split(), *others) if name in self.commands]
-            with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(60)) for name in known])
+from typing import Annotated, Any, get_args, get_origin
 
 
 def options_of(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -17,8 +17,6 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, Final
 
-import yaml
-
 from shardmake.config.checks import run_before
 from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, nearest
@@ -258,6 +256,8 @@ def describe_run(run: Run, origins: Mapping[Path, Origin]) -> str:
 
 def _lines(values: Mapping[str, Any], path: Path, origins: Mapping[Path, Origin]) -> Iterator[tuple[str, str]]:
     """Yield each line of the YAML and its origin; a section has none."""
+    import yaml
+
     for key, value in values.items():
         place, indent = (*path, key), "  " * len(path)
         if isinstance(value, Mapping) and value:

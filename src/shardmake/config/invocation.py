@@ -19,14 +19,10 @@ from shardmake.config.load import COPY_OF, merge, read_yaml
 from shardmake.config.models import Cluster, Config
 from shardmake.config.parse_text import parse_yaml
 from shardmake.core.atomic import write_text
-from shardmake.core.environment import cache_folder
+from shardmake.core.environment import CONFIG_VARIABLE, cache_folder
 from shardmake.core.errors import ConfigError
 from shardmake.core.secrets import mask
 
-VARIABLE: Final = "SHARDMAKE_CONFIG"
-"""Environment variable with the merged file. The parameters of a rule would rerun it for every other file."""
-RUNS_VARIABLE: Final = "SHARDMAKE_RUNS"
-"""Environment variable with the folder of the runs, if the workflow is a module with a prefix."""
 NOTE_VARIABLE: Final = "SHARDMAKE_NOTE"
 """Environment variable with a file in which the workflow leaves the name of the merged file, for `shardmake submit`."""
 FOLDER: Final = Path(".snakemake/shardmake")
@@ -55,7 +51,7 @@ def write_merged(config: Config, source: str, folder: Path = FOLDER) -> Path:
 
 def use_merged(path: Path) -> None:
     """Let the commands of this Snakemake read the merged file ``path``."""
-    os.environ[VARIABLE] = str(path.absolute())
+    os.environ[CONFIG_VARIABLE] = str(path.absolute())
     if note := os.environ.get(NOTE_VARIABLE):
         write_text(Path(note), str(path.absolute()))
 

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from shardmake.config.checks import contradictions
 from shardmake.config.foreign_files import TOOLS
 from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, note_origins, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
-from shardmake.config.parse_text import DuplicateKeyError, parse_yaml
 from shardmake.config.schema import KEY_ITSELF, Schema
 from shardmake.config.settings import SETTINGS
 from shardmake.config.slurm_options import OF_A_NODE, SLURM_OPTIONS
@@ -71,6 +69,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file."""
     if not path.is_file():
         raise ConfigError(f"{_absent(path)} Name an existing file, or write one: shardmake init")
+    from shardmake.config.parse_text import parse_yaml
+
     values = read_file(path, parse_yaml)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} has no keys. See config/README.md for the keys.")
@@ -79,6 +79,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_file(path: Path, parse: Callable[[str], Any], advice: str = "Name an existing file.") -> Any:
     """Return what ``parse`` makes of the text of a file. Raises `ConfigError` with the line of what is wrong."""
+    import yaml
+
+    from shardmake.config.parse_text import DuplicateKeyError
+
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):

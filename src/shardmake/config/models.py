@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from math import ceil, inf
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -18,75 +18,43 @@ from pydantic.json_schema import SkipJsonSchema
 from shardmake.config import values
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
-from shardmake.config.formats import FORMATS, RAW, DataFormat
+from shardmake.config.choices import (
+    DpoLoss,
+    EvaluationBackend,
+    Format,
+    GradientDtype,
+    Loss,
+    Method,
+    Objective,
+    Optimizer,
+    Precision,
+    Schedule,
+    Strategy,
+    Tracker,
+)
+from shardmake.config.formats import FORMATS, RAW
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, describe_optimizers
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER, describe_optimizers
+from shardmake.config.schema import describe_keys
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, variable_problems
 from shardmake.config.slurm_options import clashes, find_option, why_refused, why_refused_of_step
-from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.environment import unset_variable
 
-TRACKERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    **{name: (name,) for name in ("wandb", "mlflow", "trackio")},
-    "azure_ml": ("azureml.core",),
-    **{name: (name,) for name in ("clearml", "codecarbon", "comet_ml", "dagshub", "dvclive")},
-    "flyte": ("flytekit",),
-    **{name: (name,) for name in ("kubeflow", "neptune", "swanlab")},
-}
-"""The trackers of the installed transformers, by their names in ``report_to``: modules of which each needs one."""
-
-if TYPE_CHECKING:
-    Strategy = str
-    EvaluationBackend = str
-    Objective = str
-    Optimizer = str
-    Method = str
-    Tracker = str
-    Format = DataFormat
-else:
-    Strategy = Literal[tuple(STRATEGY_SPECS)]
-    EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
-    Objective = Literal[tuple(OBJECTIVES)]
-    Optimizer = Literal[(*OPTIMIZERS, *TRIED)]
-    Method = Literal[tuple(METHODS)]
-    Tracker = Literal[tuple(TRACKERS)]
-    Format = Literal[tuple(FORMATS)]
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
-Precision = Literal["bf16", "fp16", "fp32"]
-GradientDtype = Literal["auto", "fp32", "bf16"]
-TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-Loss = Literal["plain", "fused", "chunked"]
-Schedule = Literal[
-    "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
-    "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay",
-]  # fmt: skip
-"""transformers' schedules that follow from the step alone; the others wait for a metric."""
-DpoLoss = Literal[
-    "sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm"
-]
-
-
 FREE_TEXT: Final = ("script_args",)
 """Lists of text in which an empty entry has a meaning."""
 SEVERAL_LINES: Final = ("command", "prompts", "setup")
 """Keys whose text may have line breaks."""
 
 
-def _join_lines(schema: dict[str, Any]) -> None:
-    """Make one line of each description, most of which are docstrings."""
-    for node in schema["properties"].values():
-        node["description"] = " ".join(node["description"].split())
-
-
 class Section(BaseModel):
     """A part of a configuration file; it rejects unknown keys and wrong types. Each key has a description."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True,
-        json_schema_extra=_join_lines,
-    )  # fmt: skip
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, json_schema_extra=describe_keys
+    )
 
     @field_validator("*")
     @classmethod

@@ -3,7 +3,10 @@
 Editors, ``config/README.md`` and the error messages use the schema.
 """
 
+import ast
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,6 +15,23 @@ SchemaNode = Mapping[str, Any]
 KEY_ITSELF = "[key]"
 _LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _SCALARS = {"integer": "a whole number", "number": "a number", "string": "text"}
+
+
+def describe_keys(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Give each key a description in one line, which for most is the docstring in the source.
+
+    Pydantic would read the source whenever a command starts.
+    """
+    texts = {}
+    for part in model.__mro__[-3::-1]:  # without object and BaseModel
+        (definition,) = ast.parse(inspect.getsource(part)).body
+        assert isinstance(definition, ast.ClassDef)
+        for pair in pairwise(definition.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[key] = text
+    for key, node in schema["properties"].items():
+        node["description"] = " ".join((node.get("description") or texts[key]).split())
 
 
 class Schema:

@@ -7,7 +7,6 @@ from typing import Any, Final, Literal
 
 from shardmake.config.load import read_file, read_yaml
 from shardmake.config.models import Run
-from shardmake.config.parse_text import parse_json
 from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 
@@ -54,6 +53,8 @@ def read_user_file(kind: Kind, run: Run) -> UserFile | None:
     name: str | None = getattr(run, f"{kind}_config")
     if name is None:
         return None
+    from shardmake.config.parse_text import parse_json
+
     path = Path(name)
     try:
         values: Any = read_file(path, parse_json) if path.suffix == ".json" else read_yaml(path)

@@ -8,13 +8,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, MutableMapping
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from shardmake import __version__
 from shardmake.core.permissions import private_folder
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+CONFIG_VARIABLE = "SHARDMAKE_CONFIG"
+"""Environment variable with the merged file. The parameters of a rule would rerun it for every other file."""
+RUNS_VARIABLE = "SHARDMAKE_RUNS"
+"""Environment variable with the folder of the runs, if the workflow is a module with a prefix."""
 PROJECT = packed if (packed := _PACKAGE / "project").is_dir() else _PACKAGE.parents[1]
 """Folder with the workflow, its profiles and the constraints: in a wheel that of the package, else the checkout."""
 
@@ -132,6 +137,13 @@ def leave_collectives_to_gloo() -> None:
 
 _GIT_SECONDS = 10
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
+
+
+@cache
+def library_version(name: str) -> str:
+    """Return the version of an installed library as `version` does, without parsing the description below it."""
+    found = re.search(r"^Version: (\S+)", distribution(name).read_text("METADATA") or "", re.MULTILINE)
+    return found[1] if found else version(name)
 
 
 def library_versions() -> dict[str, str]:

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import hashlib
-import html
 import json
 import os
 import re
@@ -208,6 +207,8 @@ def known_secrets(environment: Mapping[str, str]) -> set[str]:
 
 
 def _forms(value: str) -> set[str]:
+    import html
+
     page = html.escape(value)
     jinja = page.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
     return {value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""), quote_plus(value), page, jinja}

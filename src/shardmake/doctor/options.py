@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from shardmake.config.load import parse_section
-from shardmake.config.models import Slurm
+if TYPE_CHECKING:
+    from shardmake.config.models import Slurm
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class Options:
         return self.write or (None if self.cluster or self.config else Path("cluster.yaml"))
 
     @property
-    def slurm(self) -> Slurm:
+    def slurm(self) -> "Slurm":
         """Return the section `slurm` of a cluster without a file; empty options are left out."""
+        from shardmake.config.load import parse_section
+        from shardmake.config.models import Slurm
+
         given = {name: value for name, value in vars(self).items() if name in Slurm.model_fields and value}
         return parse_section(Slurm, given, "The options for a cluster without a file")

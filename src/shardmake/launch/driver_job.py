@@ -21,9 +21,8 @@ from types import FrameType
 
 import psutil
 
-from shardmake.config.invocation import VARIABLE as CONFIG_VARIABLE
 from shardmake.config.load import load_cluster, load_config
-from shardmake.core.environment import OFFLINE
+from shardmake.core.environment import CONFIG_VARIABLE, OFFLINE
 from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
 from shardmake.core.log import configure_logging
 from shardmake.core.process import wait_until

@@ -6,13 +6,12 @@ import os
 import platform
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from shardmake.config import methods
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.environment import cache_folder
+from shardmake.core.environment import cache_folder, library_version
 from shardmake.core.library_process import run_module
 from shardmake.core.log import warn_while_slow
 
@@ -37,7 +36,7 @@ def cached_path(module: str, request: Mapping[str, Any], sources: tuple[Path, ..
 def _versions(more: tuple[Path, ...]) -> list[str]:
     sources = [*sorted(Path(__file__).parent.rglob("*.py")), Path(methods.__file__), *more]
     text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    libraries = map(version, ("torch", "transformers", "peft", "accelerate", "safetensors"))
+    libraries = map(library_version, ("torch", "transformers", "peft", "accelerate", "safetensors"))
     return [platform.python_version(), *libraries, text]
 
 

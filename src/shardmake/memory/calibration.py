@@ -6,13 +6,10 @@ The user's cache holds a calibration per accelerator and torch version, so that 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.environment import cache_folder
+from shardmake.core.environment import cache_folder, library_version
 from shardmake.core.errors import ConfigError
 
 LARGEST = 8 << 30  # no context or communicator takes that much: another process's memory was counted
@@ -46,6 +43,8 @@ def fit(
     Context and pools are medians over the steps. They do not depend on the size, unlike errors of the estimate. Raises
     `ConfigError` if a result is negative or implausibly large.
     """
+    from statistics import median
+
     context = int(median(device - reserved for reserved, device, _ in steps)) - occupied - (nccl or 0)
     pools = max(0, int(median(reserved - predicted for reserved, _, predicted in steps)))
     for name, size in (("CUDA's context", context), ("NCCL's buffers", nccl or 0)):
@@ -59,12 +58,7 @@ def fit(
 
 def path_of(accelerator: str) -> Path:
     """Return the file with the calibration of ``accelerator`` (its name in the catalogue) for this torch."""
-    return cache_folder() / f"calibration-{accelerator}-{_torch()}.json"
-
-
-@cache
-def _torch() -> str:
-    return digest(version("torch"))[:12]
+    return cache_folder() / f"calibration-{accelerator}-{digest(library_version('torch'))[:12]}.json"
 
 
 def read(accelerator: str) -> Calibration | None:

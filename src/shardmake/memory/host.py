@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from shardmake.config.models import EvaluationBackend
+from shardmake.config.choices import EvaluationBackend
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.decoder import layer_input

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import StoredTensor, are_apart
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.composites import COMPOSITES, text_part
@@ -20,6 +18,9 @@ from shardmake.memory.families import FAMILIES, MOST_LAYERS, OPTIONAL_SIZES, SIZ
 from shardmake.memory.model import HEADS, INVENTORY, MODELS, Model, has_own_class, inventory_request, tensors_from_json
 from shardmake.memory.parameter_inventory import causal_class
 from shardmake.run.model_class import TIE
+
+if TYPE_CHECKING:
+    from shardmake.checkpoint.formats.contents import StoredTensor
 
 COUNTS = ("sliding_window", "num_experts_per_tok", "num_local_experts", "num_experts", "n_routed_experts")
 """Whole numbers with one meaning for all models; no value, 0 and false mean that the model has no such part."""
@@ -59,8 +60,12 @@ def _has_own_head(model: Model, folder: Path) -> bool:
 
     transformers unties the two when it has read both (Mistral Small 3.1, whose config leaves it to its class).
     """
+    if not model.tied:
+        return False
+    from shardmake.checkpoint.formats import huggingface
+
     try:
-        held = huggingface.read(folder).tensors.values() if model.tied and huggingface.is_complete(folder) else ()
+        held = huggingface.read(folder).tensors.values() if huggingface.is_complete(folder) else ()
     except CheckpointError:  # such as files of an older torch, which transformers reads
         return False
     ends = tuple(".".join(["", *it.name.split(".")[-2:]]) for it in model.tensors if it.kind == "embedding")
@@ -72,8 +77,10 @@ def _has_own_head(model: Model, folder: Path) -> bool:
 
 
 @lru_cache(maxsize=MODELS)
-def _are_apart(head: StoredTensor, embedding: StoredTensor, *_changed: int) -> bool:
+def _are_apart(head: "StoredTensor", embedding: "StoredTensor", *_changed: int) -> bool:
     """Return `are_apart`, which reads both whole; an estimate asks again for each change that it suggests."""
+    from shardmake.checkpoint.formats.contents import are_apart
+
     return are_apart(head, embedding)
 
 

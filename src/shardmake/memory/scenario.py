@@ -5,8 +5,8 @@ from math import ceil
 from typing import ClassVar
 
 from shardmake.config.attention import Attention
+from shardmake.config.choices import Loss, Method, Optimizer, Precision, Strategy
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec
-from shardmake.config.models import Loss, Method, Optimizer, Precision, Strategy
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.memory.calibration import Calibration

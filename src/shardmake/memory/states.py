@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil
 
+from shardmake.config.choices import Method
 from shardmake.config.methods import METHODS
-from shardmake.config.models import Method
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized, selected_experts
 from shardmake.memory.optimizer_trial import optimizer_spec

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import modeling_utils
 
+from shardmake.config.choices import TORCH_DTYPES
 from shardmake.config.methods import METHODS
-from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.private_names import private, private_module

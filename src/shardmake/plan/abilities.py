@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from shardmake.checkpoint.formats import huggingface
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
@@ -155,7 +154,11 @@ def _may_be_renamed(model: Model, decoder: Decoder) -> bool:
     A class of text alone with plain attention has the names of its files.
     """
     folder, is_part = Path(model.source).parent, model.model_type in COMPOSITES
-    if not (decoder.experts or decoder.linear or is_part) or not huggingface.recognise(folder):
+    if not (decoder.experts or decoder.linear or is_part):
+        return False
+    from shardmake.checkpoint.formats import huggingface
+
+    if not huggingface.recognise(folder):
         return False
     return bool(decoder.experts) or not {tensor.name for tensor in model.tensors} <= {*huggingface.weight_names(folder)}
 
@@ -319,15 +322,11 @@ def parallel_styles(model_type: str, kind: Literal["tp", "ep"]) -> frozenset[str
 def table_keys(package: str, file: str, table: str) -> set[str] | None:
     """Return the keys of a dictionary in the source of an installed package; None if it is not there."""
     source = _folder(package) / file
-    for node in ast.walk(ast.parse(source.read_text())) if source.is_file() else ():
-        if isinstance(node, ast.Assign | ast.AnnAssign) and table in map(ast.unparse, _targets(node)):
-            keys = getattr(node.value, "keys", ())
-            return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-    return None
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    return node.targets[:1] if isinstance(node, ast.Assign) else [node.target]
+    found = re.search(rf"^{table}\b.*?(?=^[\w@]|\Z)", source.read_text() if source.is_file() else "", re.M | re.S)
+    if found is None:
+        return None
+    keys = getattr(getattr(ast.parse(found[0]).body[0], "value", None), "keys", ())
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
 def _folder(package: str) -> Path:

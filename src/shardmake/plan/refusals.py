@@ -8,8 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import chain
 
-from packaging.version import Version
-
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, Attention
 from shardmake.config.models import Cluster, Precision, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
@@ -370,8 +368,12 @@ def has_flash_attention_2() -> bool:
 
     transformers accepts the same versions, but only where it finds a GPU. The nodes ask it, and import the package.
     """
+    if find_spec("flash_attn") is None:
+        return False
+    from packaging.version import Version
+
     try:
-        return find_spec("flash_attn") is not None and (2, 3, 3) <= Version(version("flash-attn")).release < (3,)
+        return (2, 3, 3) <= Version(version("flash-attn")).release < (3,)
     except PackageNotFoundError:
         return False
 

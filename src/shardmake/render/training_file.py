@@ -6,7 +6,8 @@ from typing import Any, Final
 
 from shardmake.checkpoint.interval import job_mtbf_seconds
 from shardmake.config.chat_template import read_template
-from shardmake.config.models import TORCH_DTYPES, Cluster, Run
+from shardmake.config.choices import TORCH_DTYPES
+from shardmake.config.models import Cluster, Run
 from shardmake.config.script_file import script_file
 from shardmake.config.settings import ACCUMULATION, SETTINGS
 from shardmake.core.atomic import sha256

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from shardmake.config.choices import TORCH_DTYPES
 from shardmake.config.methods import METHODS
-from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.settings import SETTINGS
 from shardmake.core.units import plural

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardmake.config.models import TORCH_DTYPES
+from shardmake.config.choices import TORCH_DTYPES
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
 from shardmake.core.private_names import private

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Mapping
 from importlib import import_module
 from typing import Final
 
-from shardmake.config.models import TRACKERS
+from shardmake.config.choices import TRACKERS
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ConfigError
 from shardmake.run.attempt import Attempt

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,19 @@ def test_the_second_result_comes_from_the_cache_and_is_equal(model: str, tmp_pat
     first = estimate(EstimateRequest(model, strategies=["zero3"]))
     assert len(list(tmp_path.rglob("estimate-*.json"))) == 2
     assert estimate(EstimateRequest(model, strategies=["zero3"])) == first
+
+
+IMPORTED = """
+import sys
+from shardmake.cli import app
+app(["--quiet", "estimate", "--json", sys.argv[1]], standalone_mode=False)
+print(*sorted({"torch", "transformers", "yaml", "safetensors", "packaging", "rich"} & {*sys.modules}), file=sys.stderr)
+"""
+
+
+def test_an_estimate_of_sizes_starts_without_the_libraries_that_it_does_not_use(model: str) -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED, model], capture_output=True, text=True, check=True)
+    assert "zero3" in done.stdout and done.stderr == "\n"
 
 
 def test_every_strategy_with_the_documented_keys(model: str) -> None:

@@ -63,7 +63,7 @@ def test_nothing_is_written_if_a_value_cannot_be_used(changes: dict[str, str], m
 
 
 def test_the_demo_is_written_beside_a_workflow_and_takes_no_other_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmake.cli.demo", lambda folder: None)
+    monkeypatch.setattr("shardmake.cli.files.demo", lambda folder: None)
     Path("Snakefile").write_text("mine")
     refused = CliRunner().invoke(app, ["init", "--demo", "--model", "my base"])
     assert str(refused.exception).startswith("init: --model has no effect with --demo.")

@@ -12,6 +12,7 @@ from shardmake.cli import app
 from shardmake.config import invocation
 from shardmake.config.load import load_config, parse_config
 from shardmake.config.models import Cluster
+from shardmake.core.environment import CONFIG_VARIABLE
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import CLUSTER, RUN, write
 
@@ -54,7 +55,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 def test_commands_read_the_file_of_the_environment_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     merged = invocation.write_merged(parse_config(values(), "a"), "a", tmp_path)
-    monkeypatch.setenv(invocation.VARIABLE, str(merged))
+    monkeypatch.setenv(CONFIG_VARIABLE, str(merged))
     own = write(tmp_path / "own.yaml", {"cluster": "other.yaml", "runs": {"chat": RUN}})
     answer = CliRunner().invoke(app, ["status", "chat"])
     assert str(answer.exception).startswith("cluster: 'c.yaml' does not exist")

@@ -122,7 +122,8 @@ def test_no_default_of_a_function_keeps_os_environ() -> None:
     assert [path.name for path in sources if re.search(r"= os\.environ[,)]", path.read_text())] == []
 
 
-SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
+SLOW = "{'huggingface_hub', 'torch', 'transformers', 'datasets', 'pydantic', 'yaml', 'packaging', 'pickle'}"
+SETTING = f"import shardmake.cli, sys; print(*sorted({SLOW} & {{*sys.modules}}))"
 WITHOUT_TORCH = """
 import sys
 from shardmake.core.environment import import_without_torch

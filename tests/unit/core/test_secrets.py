@@ -160,13 +160,13 @@ def test_no_secret_reaches_any_output(
 
 
 LEAK = """
-import logging, sys
+import logging, sys, typer
 from shardmake import cli
 from shardmake.core.errors import ShardmakeError
 @cli.app.command()
 def leak(how: str):
     logger, text = logging.getLogger('shardmake.leak'), sys.stdin.read()
-    logger.info('info %s', text); logger.warning('warning %s', text); cli.typer.echo(f'echo {text}')
+    logger.info('info %s', text); logger.warning('warning %s', text); typer.echo(f'echo {text}')
     print('print', text); print('error', text, file=sys.stderr)
     raise ShardmakeError(f'Failed: {text}') if how == 'known' else ValueError(f'bug {text}')
 cli.main()

@@ -25,7 +25,6 @@ from shardmake.config.models import Run
 from shardmake.consolidate import loading
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.fetch import dequantize
-from shardmake.memory import read_config
 from shardmake.memory.composites import COMPOSITES
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.model import is_head
@@ -199,7 +198,7 @@ def test_a_head_in_the_files_that_is_not_the_embedding_is_untied(
     """Mistral Small 3.1 has no ``tie_word_embeddings``, and in its class that is true by default."""
     monkeypatch.setattr(abilities, "_ask", lambda *_, **__: {})
     compare = Mock(wraps=are_apart)
-    monkeypatch.setattr(read_config, "are_apart", compare)
+    monkeypatch.setattr("shardmake.checkpoint.formats.contents.are_apart", compare)
     text = {**SIZES, "model_type": "mistral"}
     whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
     config = whole if kind == "mistral3" else {**LLAMA, "tie_word_embeddings": True}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from shardmake.config.models import TRACKERS
+from shardmake.config.choices import TRACKERS
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import Attempt
 from shardmake.run.paths import RunDir

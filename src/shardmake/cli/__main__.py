@@ -1,0 +1,5 @@
+"""``python -m shardmake.cli``."""
+
+from shardmake.cli import main
+
+main()
