@@ -71,7 +71,7 @@ def page() -> str:
     refused = [(kind, _title(row["refused"])) for kind, row in rows.items() if row.get("refused") is not None]
     towers = [(kind, ", ".join(row["absent"]).replace("model.", "")) for kind, row in trained]
     kernels = "Those in italics mix packed examples: with `packing`, the plan takes another one, or refuses."
-    sizes = "A step is traced for other types, unusual values in config.json, and adapters on experts."
+    sizes = "A step is traced for other types, unusual values in config.json, and `lora.train_tokens`."
     known = {*families.FAMILIES, *COMPOSITES}
     names = "They take no memory, and the merge copies them from the base model. Names after `model.`, if they have it."
     return "\n".join([

@@ -68,7 +68,8 @@ class Sequences(_Split):
 
         Labels are -100 for tokens without loss; position ids restart at 0 with each example.
         """
-        row = {name: value.values.to_numpy(zero_copy_only=False) for name, value in self._row(index).items()}
+        lists = {name: value for name, value in self._row(index).items() if pa.types.is_list(value.type)}
+        row = {name: value.values.to_numpy(zero_copy_only=False) for name, value in lists.items()}
         ids = torch.from_numpy(row["input_ids"].astype("int64"))
         learned = torch.from_numpy(row["loss_mask"])
         positions = torch.cat([torch.arange(int(length)) for length in row["seq_lengths"]])

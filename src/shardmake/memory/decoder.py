@@ -169,7 +169,7 @@ class DecoderStep:
 
         def function(grad: SizeTensor) -> list[SizeTensor | None]:
             first = len(tape.nodes)
-            entry = ops.root(SizeTensor(tape, numel, item, storage=kept.pop()))
+            entry = ops.root(SizeTensor(tape, numel, item, storage=kept[0]))
             inner = entry.node
             early = [self._scaled(grad)]  # it needs nothing of the layer, so it is computed before
             if self.whole.experts and index >= self.whole.dense and not (self.whole.shared or self.whole.gates):
@@ -349,16 +349,17 @@ class DecoderStep:
         pairs = self.tokens * shape.chosen
         logits, weights, chosen = self._route(hidden, prefix)
         up, down = (f"{prefix}.experts.{name}_proj" for name in ("gate_up", "down"))
+        read_down, read_up = (ops.adapted(tape, items, name) for name in (down, up))
         ids, order, counted = (SizeStorage(tape, item * pairs) for item in (8, 8, 4))
         rows = ops.resized(hidden, pairs * shape.h, [SizeStorage(tape, 8 * pairs)])
         weights = ops.resized(weights, pairs, [order])
         bias = items.get(f"{up}_bias")
         held = bias and SizeStorage(tape, 2 * shape.f * pairs * bias.item)
-        product = ops.grouped(rows, items[up], 2 * shape.f, shape.h, bias)
+        product = ops.grouped(rows, read_up(), 2 * shape.f, shape.h, bias)
         product = (ops.clamped_gated if shape.experts == "softmax last" else ops.gated)(product)
         bias = items.get(f"{down}_bias")
         held = bias and SizeStorage(tape, shape.h * pairs * bias.item)
-        product = ops.grouped(product, items[down], shape.h, shape.f, bias)
+        product = ops.grouped(product, read_down(), shape.h, shape.f, bias)
         weighted = ops.scale_rows(product, weights)
         weighted = ops.resized(weighted, pairs * shape.h, [SizeStorage(tape, 8 * pairs)], made)
         out = ops.resized(weighted, self.tokens * shape.h, made=made)
@@ -373,8 +374,8 @@ class DecoderStep:
         if shape.experts == "softmax last":
             logits = self._linear(hidden, f"{prefix}.router")
             return logits, ops.softmax(ops.resized(logits, pairs, [chosen]), logits.item), chosen
+        weight = ops.adapted(tape, self.weights, f"{prefix}.gate.weight")()
         if shape.experts == "sigmoid":  # of products in fp32; the scores are corrected before some are chosen
-            weight = self.weights[f"{prefix}.gate.weight"]
             copied = None if weight.item == 4 else SizeStorage(tape, 4 * weight.numel)
             logits = ops.linear(ops.cast(hidden, 4), replace(weight, item=4))
             scores = ops.activation(logits, saves_output=True)
@@ -382,7 +383,7 @@ class DecoderStep:
             del corrected
             weights = ops.resized(scores, pairs, [chosen, copied, SizeStorage(tape, 4 * pairs)])
             return logits, ops.scale(weights), chosen
-        logits = self._linear(hidden, f"{prefix}.gate")
+        logits = ops.linear(hidden, weight)
         probabilities = ops.softmax(ops.cast(logits, 4) if shape.wide_routing else logits, 4)
         weights = ops.resized(probabilities, pairs, [chosen, SizeStorage(tape, 4 * pairs)])
         return logits, weights if shape.wide_routing else ops.cast(weights, logits.item), chosen

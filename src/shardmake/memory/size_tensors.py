@@ -6,9 +6,9 @@ PyTorch's kernel does (``derivatives.yaml``). `backward` runs the nodes from the
 one saved, as the autograd engine does.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from itertools import count
 from math import prod
 from typing import Any
@@ -28,6 +28,7 @@ class Tape:
         self.finished: list[tuple[Parameter, SizeTensor]] = []
         self.holds_temporaries = False
         """Temporaries of a C++ expression exist until its end; without it, a norm's gradient has a tensor less."""
+        self.runs_again = False  # the backward pass has begun: what runs forward is a checkpointed layer
         self.used_twice: dict[str, SizeTensor | None] = {}
         """Weights that get two gradients; autograd holds the first and adds the second to it in place."""
         self.numbers = count()
@@ -105,6 +106,8 @@ class Parameter:
     trained: bool
     in_four_bits: bool = False
     """It is dequantized for each use (bitsandbytes' `MatMul4Bit`)."""
+    sum: "SizeTensor | None" = None
+    """The sum of it and its adapters, which the product saves, and which gets the gradient."""
 
     @cached_property
     def numel(self) -> int:
@@ -162,6 +165,7 @@ def backward(tape: Tape, loss: SizeTensor) -> None:
     """Run the whole graph backwards from ``loss``."""
     assert loss.node is not None
     loss.node.grad = new(loss)
+    tape.runs_again = True
     run_backward(tape)
 
 
@@ -248,11 +252,8 @@ def _as(grad: SizeTensor, item: int) -> SizeTensor:
 
 def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """Model a product, which saves both factors."""
-    out, items, saved = (
-        new(left, item=max(left.item, right.item)),
-        (left.item, right.item),
-        [left.storage, right.storage],
-    )
+    items, saved = (left.item, right.item), [left.storage, right.storage]
+    out = new(left, item=max(items))
     return derive(out, [left, right], lambda grad: [new(grad, item=item) for item in items], saved)
 
 
@@ -325,8 +326,36 @@ def grouped(tensor: SizeTensor, weight: Parameter, rows: int, columns: int, bias
         _finish_gradient(weight, _gradient_of(weight, grad))
         return [input_grad]
 
-    saved = [tensor.storage] if weight.trained else []
+    saved = [tensor.storage, weight.sum] if weight.trained else []
     return derive(new(tensor, numel // columns * rows), [tensor], function, saved, weight.trained)
+
+
+def adapted(tape: Tape, weights: Mapping[str, Parameter], name: str) -> Callable[[], Parameter]:
+    """Model PEFT's ``ParamWrapper``: return a function that adds up the weight ``name`` and its adapters, once.
+
+    Wrappers of several weights of a module contain each other. Their factors are added by ``baddbmm`` in the weight's
+    type, which PyTorch's ``register_parametrization`` tries first; that of a router makes the small product apart.
+    """
+    weight, module = weights[name], name.rpartition(".")[0]
+    wrappers = ([f"{owner}.lora_{part}.weight" for part in "BA"] for owner in (module, f"{module}.base_layer"))
+    pairs = ([weights[one] for one in names] for names in wrappers if names[0] in weights)
+    sides = {*weight.shape[-2:]}
+    factors = next((pair for pair in pairs if {pair[0].shape[0], pair[1].shape[1]} == sides), None)
+    if factors is None:
+        return lambda: weight
+    copies = [SizeStorage(tape, one.numel * weight.item) for one in factors if one.item != weight.item]
+
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
+        for factor in factors:
+            _finish_gradient(factor, scale(new(grad, factor.numel)))
+        return []
+
+    def add_up() -> Parameter:
+        total = derive(SizeTensor(tape, weight.numel, weight.item), [], function, copies, trained=True)
+        return replace(weight, trained=True, sum=total)
+
+    SizeStorage(tape, weight.numel * weight.item)
+    return cache(add_up)
 
 
 def linear(tensor: SizeTensor, weight: Parameter, bias: Parameter | None = None, made: bool = True) -> SizeTensor:
@@ -340,7 +369,7 @@ def linear(tensor: SizeTensor, weight: Parameter, bias: Parameter | None = None,
     cast_weight = tape.cast_weight(weight, tensor.item)
     tokens, wants = tensor.numel // columns, tensor.node is not None
     whole = SizeStorage(tape, rows * columns * tensor.item) if expanded else None
-    saved = [tensor.storage if weight.trained else None, cast_weight if wants else None]
+    saved = [tensor.storage if weight.trained else None, cast_weight if wants else None, weight.sum]
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
         whole = SizeStorage(tape, rows * columns * grad.item) if expanded and wants else None
@@ -363,8 +392,10 @@ def _gradient_of(parameter: Parameter | None, grad: SizeTensor, item: int | None
 
 
 def _finish_gradient(parameter: Parameter | None, grad: SizeTensor | None) -> None:
-    """Finish the gradient of ``parameter`` when this node is done."""
-    if parameter is not None and grad is not None:
+    """Finish the gradient of ``parameter`` when this node is done; that of a sum is passed on."""
+    if parameter is not None and parameter.sum and parameter.sum.node:
+        parameter.sum.node.grad = grad
+    elif parameter is not None and grad is not None:
         grad.tape.finished.append((parameter, grad))
 
 
@@ -401,18 +432,20 @@ def row_rsqrt(tensor: SizeTensor, *, saves_sum: bool = False) -> SizeTensor:
 
 
 def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
-    """Model each row times its factor, which saves both."""
-    rows, items = factors.numel, (tensor.item, factors.item)
-    saved = [tensor.storage, factors.storage]
+    """Model each row times its factor; each side is saved if the other has a graph.
 
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        to_tensor, product = new(grad), new(grad)
-        if items[0] != items[1]:
-            saved.clear()  # before the cast
+    A layer that runs again drops both before the gradient is cast.
+    """
+    rows, items, drops = factors.numel, (tensor.item, factors.item), tensor.tape.runs_again
+    saved = [tensor.storage if factors.node else None, factors.storage if tensor.node else None]
+    has_graph = factors.node is not None
+
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
+        to_tensor, product = new(grad), new(grad) if has_graph else None
+        if drops:
+            saved.clear()
         to_tensor = _as(to_tensor, items[0])
-        to_factors = _as(new(grad, rows), items[1])
-        del product
-        return [to_tensor, to_factors]
+        return [to_tensor, product and _as(new(product, rows), items[1])]
 
     return derive(new(tensor, item=max(items)), [tensor, factors], function, saved)
 

@@ -8,7 +8,7 @@ import ast
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -98,10 +98,14 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
         _check_names(model.text_config, model.source)
-    if model.decoder is None or not _is_known(model) or (run.method_spec.has_adapters and model.decoder.experts):
-        abilities = _of_class(model, run)
-    else:
-        abilities = _of_family(model, model.decoder)
+    known = model.decoder if model.decoder is not None and _is_known(model) else None
+    trusted = run.trust_remote_code
+    abilities = _of_family(model, known) if known else Abilities(**_ask(model, trusted, "class"))
+    if run.method_spec.has_adapters and (known is None or known.experts):
+        named = {"method": run.method, **run.lora.model_dump(exclude={"alpha", "adapter", "train_tokens"})}
+        abilities = replace(abilities, **_ask(model, trusted, "adapters", adapters=named))
+    elif known and _may_be_renamed(model, known):
+        _ask(model, trusted, "layout")  # a merge must be able to write it
     if run.script and abilities.text_part:
         raise ModelError(
             f"script cannot be used for {model.source}, a composite model: of its towers "
@@ -124,26 +128,14 @@ def _class_body(model: Model) -> str:
     return text.partition(f"\nclass {model.architecture}(")[2].partition("\nclass ")[0]
 
 
-def _of_class(model: Model, run: Run) -> Abilities:
-    """Return what the class of ``model`` answers."""
-    found = _ask(model, run.trust_remote_code, "class")
-    if run.method_spec.has_adapters:
-        named = {"method": run.method, **run.lora.model_dump(exclude={"alpha", "adapter", "train_tokens"})}
-        found |= _ask(model, run.trust_remote_code, "adapters", adapters=named)
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-    return Abilities(**values)
-
-
 def _of_family(model: Model, decoder: Decoder) -> Abilities:
-    """Return what a ``model`` of a family can do; raise a `ModelError` if its files have a layout of their own."""
+    """Return what a ``model`` of a family can do."""
     is_part, family = model.model_type in COMPOSITES, FAMILIES[text_type(model.text_config)]
     limit = family.varlen_limit or _decoder_limit(decoder)
     barred: tuple[Attention, ...] = ("varlen",) if limit else ()
     if is_part and "_supports_flash_attn = False" in _class_body(model):  # of Gemma, since transformers 5.24
         limit, barred = NOT_TAKEN, FLASH_KERNELS
     kernels = tuple(kernel for kernel in family.kernels if kernel not in barred)
-    if _may_be_renamed(model, decoder):
-        _ask(model, model.trust_remote_code, "layout")  # a merge must be able to write it
     absent = absent_towers(model.config) or () if is_part else ()
     return Abilities(model.architecture, kernels, family.mixing, limit, text_part=is_part, absent=absent)
 
@@ -182,7 +174,8 @@ def _ask(model: Model, trust_remote_code: bool, about: str, **more: Any) -> dict
     request = inventory_request(model.config, model.source, trust_remote_code)
     doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
     request |= {"about": about, **more}
-    return dict(cached_helper("shardmake.plan.inspect_model", request, doing, _SOURCES))
+    found = cached_helper("shardmake.plan.inspect_model", request, doing, _SOURCES)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _decoder_limit(decoder: Decoder) -> str:

@@ -10,7 +10,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
-from shardmake.memory.model import MODELS, Model, Split, count_rates, fused_experts, has_own_class, split
+from shardmake.memory.model import MODELS, Model, Split, count_rates, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan import refusals
 from shardmake.plan.abilities import Abilities, check_not_quantized, find_abilities
@@ -82,8 +82,6 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     if rows and model.decoder is not None:  # PEFT's copies of embedding and head are not written down
         model = replace(model, decoder=None)
     part = split(model, run.method, run.lora.rank, run.lora.targets, run.freeze, rows)
-    if fused_experts(model, part)[1]:  # these adapters are not written down either
-        model = replace(model, decoder=None)
     return ResolvedRun(
         run=run,
         model=_first(model),

@@ -7,7 +7,6 @@ all layers are traced, and the training library is replayed on both. Three cells
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -75,8 +74,6 @@ def _model(family: str) -> Model:
 def _scenario(cell: Cell) -> Scenario:
     family, strategy, method, checkpointing = cell
     targets, model = TARGETS.get((family, method), "all-linear"), _model(family)
-    if model.decoder is not None and model.decoder.experts and method != "full":
-        model = replace(model, decoder=None)  # as the plan traces it
     return scenario(
         model, strategy=strategy, ranks_per_node=4, method=method, lora_targets=targets, checkpointing=checkpointing
     )

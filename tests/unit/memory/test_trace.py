@@ -183,17 +183,6 @@ def test_rows_of_tokens_are_estimated(tied: bool, here: Path, monkeypatch: pytes
     assert head <= after - before <= 4 * head
 
 
-@pytest.mark.parametrize(("targets", "is_traced"), [("all-linear", False), (["q_proj", "down_proj"], True)])
-def test_only_adapters_on_experts_are_traced(
-    targets: Any, is_traced: bool, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan_in_this_process(monkeypatch)
-    sizes = {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"] * 2}
-    (here / "config.json").write_text(json.dumps({**LLAMA, **sizes, "num_hidden_layers": 2, "architectures": None}))
-    run = make_run(model=str(here), method="lora", lora=Lora(targets=targets))
-    assert (resolve(run, make_cluster(accelerator="h100")).model.decoder is None) == is_traced
-
-
 def plain(event: Any) -> str:
     """An event without its storage's number."""
     return repr((event[0], *event[2:]) if event[0] in ("alloc", "free", "grad") else tuple(event))
