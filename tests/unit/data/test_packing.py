@@ -179,6 +179,7 @@ def test_rows_of_several_blocks_are_those_that_datasets_reads(tmp_path: Path) ->
     rows = [[number] * (1 + number % 3) for number in range(2500)]
     table = {
         "input_ids": rows, "loss_mask": [[True] * len(row) for row in rows], "seq_lengths": [[len(r)] for r in rows],
+        "label": [number % 2 == 0 for number in range(2500)],  # of KTO
     }  # fmt: skip
     datasets.Dataset.from_dict(table).save_to_disk(str(tmp_path / "train"), num_shards=2)
     make_data_receipt("digest").write(tmp_path / DATA_RECEIPT)
