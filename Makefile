@@ -94,8 +94,10 @@ quick-tests: install-test
 # The other tests. With CI=true without the longest (tests/tiers.py), so that CI ends within 40 minutes.
 test-all: test-fake-cuda slow-tests
 
+# Files of unit tests that are all quick are not read.
+SLOW_UNIT := $(BIN)/python -c "from tests.tiers import SLOW_UNIT; print(*(f'tests/{file}' for file in SLOW_UNIT))"
 slow-tests: install-test .venv/bitsandbytes
-	$(PYTEST) -m "full and $(EXTRA)$(if $(CI), and not long)" --junit-xml=$(REPORTS)/test-all.xml
+	$(PYTEST) tests/cluster tests/workflow $$($(SLOW_UNIT)) -m "full and $(EXTRA)$(if $(CI), and not long)" --junit-xml=$(REPORTS)/test-all.xml
 
 unit: install-test
 	$(PYTEST) tests/unit
