@@ -16,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 # An image may set it; then every process would compile these sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
+.PHONY: demo demo-faults demo-preferences install install-test check fmt size words test quick-tests test-all slow-tests unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
         test-install test-two-users test-faults test-sweep test-objectives test-families test-models test-tokenizers test-gpu-kit gpu-kit gpu-check docs site clean
 
 demo: install
@@ -86,12 +86,18 @@ words: install-test
 	$(BIN)/python -m tools.check_words
 
 # Unit tests, one path through every stage, one test of each family of process tests, one Slurm run.
-test: check
+test: check quick-tests
+
+quick-tests: install-test
 	$(PYTEST) -m "not full and $(EXTRA)" --junit-xml=$(REPORTS)/test.xml
 
 # The other tests. With CI=true without the longest (tests/tiers.py), so that CI ends within 40 minutes.
-test-all: install-test test-fake-cuda .venv/bitsandbytes
-	$(PYTEST) -m "full and $(EXTRA)$(if $(CI), and not long)" --junit-xml=$(REPORTS)/test-all.xml
+test-all: test-fake-cuda slow-tests
+
+# Files of unit tests that are all quick are not read.
+SLOW_UNIT := $(BIN)/python -c "from tests.tiers import SLOW_UNIT; print(*(f'tests/{file}' for file in SLOW_UNIT))"
+slow-tests: install-test .venv/bitsandbytes
+	$(PYTEST) tests/cluster tests/workflow $$($(SLOW_UNIT)) -m "full and $(EXTRA)$(if $(CI), and not long)" --junit-xml=$(REPORTS)/test-all.xml
 
 unit: install-test
 	$(PYTEST) tests/unit

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from shardmake.core.environment import checkout_commit
+from shardmake.core.permissions import private_folder
 from shardmake.demo import make_inputs
 from tests.tiers import GROUPS, belongs_to_make_test, group_of, takes_long
 from tests.workflow.checkout import Checkout
@@ -37,6 +38,7 @@ os.environ["PYTHONWARNINGS"] = ",".join(
 def default_logging() -> Iterator[None]:
     """Undo `configure_logging` after each test, so that ``caplog`` receives the records of every test."""
     yield
+    private_folder.cache_clear()  # pytest removed the folder, and the next test may get its name
     logger = logging.getLogger("shardmake")
     logger.handlers.clear()
     logger.setLevel(logging.NOTSET)
