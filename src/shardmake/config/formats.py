@@ -53,7 +53,7 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
 BINARY_SUFFIXES: Final = (".parquet", ".arrow")
 DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", *BINARY_SUFFIXES)
 COMPRESSION_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
-_DESCRIPTIONS: Final = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_NOT_DATA: Final = ("config.json", "dataset_dict.json", "dataset_info*.json", "state.json", "cache-*.arrow")
 
 
 def data_kind(name: str) -> str | None:
@@ -77,5 +77,5 @@ def raw_files(source: Path) -> list[Path]:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Return the data files below ``folder`` in reading order, without hidden ones and descriptions of a data set."""
-    return [path for path in raw_files(folder) if data_kind(path.name) and path.name not in _DESCRIPTIONS]
+    """Return the data files below ``folder`` in reading order, without hidden ones and those in `_NOT_DATA`."""
+    return [path for path in raw_files(folder) if data_kind(path.name) and not any(map(path.match, _NOT_DATA))]

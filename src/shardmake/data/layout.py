@@ -399,8 +399,8 @@ def _tools(tools: Any, place: str) -> list[Any] | None:
     tools = parse(tools, f"{place} is", "a list of tools", None)
     if isinstance(tools, list):
         tools = [parse(tool, f"{place}[{at}] is", "a description of a tool", None) for at, tool in enumerate(tools)]
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{place} is {type(tools).__name__}. Write a list of tools.")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{place} is not a list of objects. Write a list of tools.")
     return _encodable(tools, place) if tools else None
 
 

@@ -6,6 +6,7 @@ merges and loads as if it were published in bf16.
 
 import json
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -114,16 +115,18 @@ class _Numbers:
 
     blocks: Sequence[Sequence[int]]
     bits: Sequence[int]
+    only: bool
+    """True if no weight has blocks of other sizes."""
 
 
 def _numbers(settings: Mapping[str, Any]) -> _Numbers:
     """Return what ``settings`` state; without the size of blocks, a config of FP8 means that of transformers."""
     groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
-    blocks = [one["block_structure"] for one in groups if one.get("block_structure")]
+    blocks = [one.get("block_structure") or [1, max(one.get("group_size") or 0, 0) or sys.maxsize] for one in groups]
     if "config_groups" not in settings:
         blocks.append(settings.get("weight_block_size", _BLOCK))
     bits = sorted({one["num_bits"] for one in groups if one.get("num_bits") and _WORD % one["num_bits"] == 0})
-    return _Numbers([block for block in blocks if block], bits)
+    return _Numbers([block for block in blocks if block], bits, bool(groups))
 
 
 def _in_one(layout: Quantized, dtype: str, numbers: _Numbers) -> int:
@@ -171,7 +174,7 @@ def _convert(layout: Quantized, parts: Mapping[str, "Tensor"], numbers: _Numbers
     """Return the weight [..., rows, columns] in bf16: its stored numbers less their zero points, times their scales.
 
     A scale or zero point is a number, one a row, or a grid [..., rows of blocks, columns of blocks]. Blocks of a size
-    in ``numbers`` are cut at the edges; a grid that fits none of these sizes divides the weight evenly.
+    in ``numbers`` are cut at the edges; unless only these exist, a grid that fits none divides the weight evenly.
     """
     import torch
 
@@ -212,9 +215,13 @@ def _spread(grid: "Tensor", shape: Sequence[int], numbers: _Numbers) -> "Tensor"
         block for block in numbers.blocks
         if all(ceil(length / size) == count for length, size, count in zip(shape, block, grid.shape, strict=True))
     )  # fmt: skip
-    rows, columns = next(fitting, [max(1, length // count) for length, count in zip(shape, grid.shape, strict=True)])
+    even = [max(1, length // count) for length, count in zip(shape, grid.shape, strict=True)]
+    rows, columns = map(min, next(fitting, numbers.blocks[0] if numbers.only else even), shape)
     if grid.shape != (ceil(shape[0] / rows), ceil(shape[1] / columns)):
-        raise ModelError(f"Cannot dequantize a weight of {list(shape)} with scales {list(grid.shape)}.")
+        raise ModelError(
+            f"Cannot dequantize a weight of {list(shape)} with scales {list(grid.shape)}: its config.json states no "
+            f"size of blocks that fits. {_BY_TRANSFORMERS}"
+        )
     return grid.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 

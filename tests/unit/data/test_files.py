@@ -346,3 +346,14 @@ def test_the_same_rows_come_from_parquet_and_arrow(
         else:
             pyarrow.feather.write_feather(pyarrow.parquet.read_table(write_parquet(path, rows)), saved)
         assert examples(path) == examples(saved) == expected, writer
+
+
+def test_results_that_datasets_caches_are_not_read(tmp_path: Path) -> None:
+    """`datasets` writes them beside the data of a folder that it loads."""
+    rows = [{"text": text} for text in "abc"]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path)
+    loaded = datasets.load_from_disk(str(tmp_path))
+    loaded.map(lambda row: {"text": row["text"] * 2})
+    loaded.shuffle(seed=0)
+    assert len(list(tmp_path.glob("cache-*.arrow"))) == 2
+    assert examples(tmp_path) == rows

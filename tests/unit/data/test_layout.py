@@ -239,6 +239,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "a conversation as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("u:a", "a:b"))}),
     "a message as an answer": ("prompt-completion", {"prompt": "p", "completion": json.dumps(chat("a:b")[0])}),
     "a tool that is not JSON": ("chat", {"messages": chat("u:a", "a:b"), "tools": ["clock"]}),
+    "a tool without text": ("chat", {"messages": chat("u:a", "a:b"), "tools": [""]}),
     "no common beginning": ("preference", {"chosen": "a", "rejected": "b"}),
     "text and messages": ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}),
     "one answer": ("preference", {"prompt": "p", "chosen": "a"}),

@@ -152,6 +152,10 @@ def test_formats_of_compressed_tensors(tmp_path: Path, made: Any, bits: int) -> 
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+MXFP6 = {
+    "quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 6, "type": "float", "group_size": 32}}},
+}  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], Tensors, str]] = [
     ({}, {}, "declares no quantized weights"),
     ({"quant_method": "gptq"}, {}, "method 'gptq' is not known. Known are fp8, mxfp4, compressed-tensors"),
@@ -162,6 +166,8 @@ REFUSED: list[tuple[dict[str, Any], Tensors, str]] = [
     ({"quant_method": "compressed-tensors"}, {
         "q.weight": torch.zeros(8, 8, dtype=torch.int8), "q.weight_scale": torch.ones(8, 1),
         "q.weight_g_idx": torch.zeros(8, dtype=torch.int32)}, "q.weight_g_idx reorders columns"),
+    (MXFP6, {"q.weight_packed": torch.zeros(8, 48, dtype=torch.uint8), "q.weight_scale": torch.ones(8, 2, dtype=torch.uint8)},
+     "no size of blocks that fits"),
     (FP8, {"a.weight": torch.ones(8, 8).to(torch.float8_e4m3fn), "b.weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
            "b.weight_scale_inv": torch.ones(1, 1)}, "a.weight has no scales"),
 ]  # fmt: skip
