@@ -42,7 +42,7 @@ ROWS: dict[Why | str, str] = {
     Why.RANKS: """
         checkpoint/store.py:commit_and_prune evaluate/scores.py:smaller_after_out_of_memory
         train/callbacks/non_finite.py:NonFiniteCheck.on_step_end train/engine_check.py:refuse_differences
-        train/script_guard.py
+        train/load_model.py:match_rank_0 train/script_guard.py
     """,
     Why.NODE: """
         launch/preflight.py launch/rendezvous.py launch/resume.py:read_settings launch/resume_validation.py

@@ -242,6 +242,24 @@ def test_ranks_under_zero3_may_differ_in_labels_and_answers(folder: Path, networ
     assert other == pytest.approx(expected(network, MIDDLE), rel=1e-5)
 
 
+def answer_apart(arguments: tuple[str, RankInfo]) -> list[int]:
+    folder, rank = arguments
+    with backends.process_group(rank):
+        return continue_prompt(load_model(folder, "zero3", rank), [5, 6, 7], 6)
+
+
+def test_ranks_have_the_ties_that_rank_0_finds_in_the_files(
+    folder: Path, network: "PreTrainedModel", tmp_path: Path
+) -> None:
+    """The config of a script's model may tie a head that its files hold apart."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    with backends.rendezvous_of("zero3", 2) as rendezvous:
+        ranks = [(str(tmp_path), RankInfo(rank, 2, rendezvous)) for rank in range(2)]
+        assert in_processes(answer_apart, ranks) == [continue_prompt(network, [5, 6, 7], 6)] * 2
+
+
 def test_evaluation_starts_again_with_smaller_passes(
     evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PARTITIONED_ON = {device: name for name, device in PARTITIONED_INFERENCE.items()}
+_READING = timedelta(hours=4)  # in which rank 0 must read and join the weights; a rank that fails ends the others
 _HOST_SHARE = 0.8  # of host memory, for weights next to everything else
 
 
@@ -126,6 +128,7 @@ def process_group(rank: RankInfo) -> Iterator[None]:
         init_method=f"file://{rank.rendezvous}",
         rank=rank.number,
         world_size=rank.world_size,
+        timeout=_READING,
     )
     yield
     dist.destroy_process_group()

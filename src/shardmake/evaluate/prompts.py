@@ -1,6 +1,7 @@
 """Prompts of an evaluation, and the models' answers to them."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
@@ -70,14 +71,15 @@ def _opening(example: Example) -> list[int]:
 def question_in(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
     """Return the user's text of ``prompt`` without the chat template around it, or else all of its text."""
     from shardmake.data.chat import ChatTemplate
+    from shardmake.data.placeholders import BadRowError
 
     if tokenizer.chat_template is not None:
         mark = "\N{OBJECT REPLACEMENT CHARACTER}"
-        around = ChatTemplate(tokenizer, frozenset()).question(mark)
-        before, _, after = around.partition(mark)
-        text = tokenizer.decode(prompt)
-        if text.startswith(before) and text.endswith(after):
-            return text[len(before) : len(text) - len(after)]
+        with suppress(BadRowError):  # of a template that needs more than a user's message
+            before, _, after = ChatTemplate(tokenizer, frozenset()).question(mark).partition(mark)
+            text = tokenizer.decode(prompt)
+            if text.startswith(before) and text.endswith(after):
+                return text[len(before) : len(text) - len(after)]
     return tokenizer.decode(prompt, skip_special_tokens=True).strip()
 
 

@@ -28,7 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardmake.config.methods import METHODS
 from shardmake.config.strategies import FSDP
-from shardmake.core.errors import CheckpointError
+from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.private_names import private
 from shardmake.core.units import plural
 from shardmake.data.dataset import IGNORED
@@ -329,11 +329,36 @@ def read_on_rank_0(load: Make, build: Make) -> PreTrainedModel:
     """
     unset_hf_deepspeed_config()
     if os.environ.get("RANK", "0") == "0":
-        return load()
+        return match_rank_0(load())
     with no_init_weights():
         model = build()
     model.tie_weights()
-    return model.eval()
+    return match_rank_0(model.eval())
+
+
+def match_rank_0(model: PreTrainedModel) -> PreTrainedModel:
+    """Return ``model`` with the data types and ties of rank 0, which transformers has compared with the files.
+
+    Ranks with other weights would wait for each other forever.
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    owners = {id(weight): name for name, weight in reversed(weights.items())}
+    own = {name: (weight.shape, owners[id(weight)], weight.dtype) for name, weight in weights.items()}
+    sent = [own]
+    dist.broadcast_object_list(sent)
+    shapes, wanted = ({(name, shape) for name, (shape, *_) in part.items()} for part in (own, sent[0]))
+    if differing := sorted(name for name, _ in shapes ^ wanted):
+        raise ModelError(
+            f"Cannot load {type(model).__name__}: rank {dist.get_rank()} builds other weights than rank 0, such as "
+            f"{differing[0]}. The model's code must build the same weights on every rank."
+        )
+    made: dict[str, torch.nn.Parameter] = {}
+    for name, (_, owner, dtype) in sent[0].items() if own != sent[0] else ():
+        if owner not in made:
+            made[owner] = torch.nn.Parameter(torch.empty_like(weights[name], dtype=dtype), weights[name].requires_grad)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, made[owner])
+    return model
 
 
 def load_sharded(load: Make, build: Make, config: HfDeepSpeedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -356,9 +381,11 @@ def load_sharded(load: Make, build: Make, config: HfDeepSpeedConfig, dtype: torc
 def no_cached_blocks() -> Iterator[None]:
     """Let glibc return freed blocks to the system at once, of which it keeps those below 32 MiB.
 
-    Rank 0 would keep a third of a mixture's weights. The last thresholds are those that glibc reaches by itself.
+    Rank 0 would keep a third of a mixture's weights. The last thresholds are those that glibc reaches by itself. Those
+    that the environment sets stay.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+    is_set = re.search("(?i)(mmap|trim)_threshold", " ".join([*os.environ, os.environ.get("GLIBC_TUNABLES", "")]))
+    set_option = getattr(None if is_set else ctypes.CDLL(None), "mallopt", lambda *_: None)
     set_option(_MMAP_THRESHOLD, 1 << 16)
     yield
     set_option(_MMAP_THRESHOLD, 1 << 25)

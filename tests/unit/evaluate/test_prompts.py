@@ -36,6 +36,12 @@ def test_a_prompt_is_the_context_of_training(template: str) -> None:
     assert question_in(tokenizer, prompt).replace(" ", "") == "Who?"
 
 
+def test_a_prompt_is_shown_whole_if_the_template_needs_a_system_message() -> None:
+    tokenizer = make_tokenizer(STRICT)
+    prompt = tokenizer("Who?", add_special_tokens=False)["input_ids"]
+    assert question_in(tokenizer, prompt) == tokenizer.decode(prompt)
+
+
 def test_a_prompt_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
     make_tokenizer(MARKED).save_pretrained(tmp_path)
     GPT2Config(n_positions=8).save_pretrained(tmp_path)

@@ -51,6 +51,7 @@ def test_ranks_that_read_the_weights_and_where_to(
     monkeypatch.setattr(load_model, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: None))
     monkeypatch.setattr(load_model, "load_sharded", lambda load, build, *_: load_model.read_on_rank_0(load, build))
     monkeypatch.setattr(load_model, "send_buffers", lambda base, _: base)
+    monkeypatch.setattr(load_model, "match_rank_0", lambda base: base)
     monkeypatch.setattr(load_model, "_four_bit_config", lambda dtype: "four bits")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, local_rank)
@@ -61,6 +62,22 @@ def test_ranks_that_read_the_weights_and_where_to(
     if loaded is not None:
         assert loaded.get("quantization_config") == ("four bits" if method == "qlora" else None)
         assert loaded.get("device_map") == ({"": int(local_rank)} if on_gpu else None)
+
+
+@pytest.mark.parametrize(("name", "value", "calls"), [
+    ("OTHER", "1", [(-3, 1 << 16), (-3, 1 << 25), (-1, 1 << 26)]), ("MALLOC_TRIM_THRESHOLD_", "65536", []),
+    ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536", []),
+])  # fmt: skip
+def test_thresholds_of_the_environment_stay(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, calls: list[tuple[int, int]]
+) -> None:
+    made: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *given: made.append(given))
+    monkeypatch.setattr(load_model, "ctypes", SimpleNamespace(CDLL=lambda _: library))
+    monkeypatch.setenv(name, value)
+    with load_model.no_cached_blocks():
+        pass
+    assert made == calls
 
 
 def test_models_of_scripts_and_matrices_that_the_engine_splits_are_not_loaded_on_the_gpu(tmp_path: Path) -> None:
