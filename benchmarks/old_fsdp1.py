@@ -148,7 +148,7 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
             self.trained = [part for flat in flats for part in flat.first_parts(shards)]
 
     def _load_states(self) -> None:
-        trained = unit_tensors(self.scenario, states.trained_tensors(self.scenario))
+        trained = unit_tensors(self.scenario, self.scenario.split.trained(self.scenario.model))
         self._trained = {unit: sum(sizes) for unit, sizes in trained.items()}
         root = max(self._units.get(ROOT, 0), self._trained.get(ROOT, 0))  # it has the embedding, too
         self._units = {**self._units, ROOT: root}

@@ -6,7 +6,8 @@ allowance; for the chosen candidate, `estimate.gpu_memory` simulates the step an
 """
 
 from collections import Counter
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
@@ -19,19 +20,15 @@ from shardmake.memory.trace import events_of
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """Peak of activations in each phase in bytes, without weights and their gradients."""
 
-    forward: int
-    loss: int
-    head: int
+    forward: int = 0
+    loss: int = 0
+    head: int = 0
     """The backward pass of the loss and the head."""
-    last_layer: int
-    first_layer: int
-
-
-NOTHING = Profile(0, 0, 0, 0, 0)
+    last_layer: int = 0
+    first_layer: int = 0
 
 
 def profile(scenario: Scenario) -> Profile:
@@ -47,9 +44,8 @@ def profile(scenario: Scenario) -> Profile:
         return of_events(events_of(scenario), shape.layers)
     all_trained = replace(scenario, split=replace(scenario.split, frozen_names=frozenset()))  # others may be
 
-    def step(*more: int) -> tuple[int, ...]:
-        run = DecoderStep(all_trained, shape, layers=sorted([*few, *more])).run()
-        return astuple(of_events(run, shape.layers))
+    def step(*more: int) -> Profile:
+        return of_events(DecoderStep(all_trained, shape, layers=sorted([*few, *more])).run(), shape.layers)
 
     first = step()
     grown = [
@@ -61,7 +57,7 @@ def profile(scenario: Scenario) -> Profile:
 def of_events(events: StepEvents, layers: int) -> Profile:
     """Return the peaks of a micro step's own allocations; a weight's gradient is dropped when it is complete."""
     sizes: dict[int, int] = {}
-    peaks = {"forward": 0, "loss": 0, "head": 0, "last": 0, "first": 0}
+    peaks = Profile()._asdict()
     live, phase = 0, "forward"
     for event in events:
         kind = event[0]
@@ -76,8 +72,8 @@ def of_events(events: StepEvents, layers: int) -> Profile:
         elif kind == "backward":
             phase = "head"
         elif kind == "backward block":
-            phase = "last" if event[1] == layers - 1 else "first"
-    return Profile(peaks["forward"], peaks["loss"], peaks["head"], peaks["last"], peaks["first"] or peaks["last"])
+            phase = "last_layer" if event[1] == layers - 1 else "first_layer"
+    return Profile(**{**peaks, "first_layer": peaks["first_layer"] or peaks["last_layer"]})
 
 
 def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[str, Terms]:
@@ -95,15 +91,15 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     at_loss = dict(head)
     if scenario.spec.is_fsdp and scenario.shards > 1:  # the last all-gather's flat buffer stays until the loss ends
         at_loss["gathered weights"] += scenario.compute * units(scenario).get(HEAD, 0)
-    parts = trained_units(scenario)
+    parts = trained_units(scenario.model, scenario.split)
     first, last = (
         {
-            "gradient norm": states.boundary_norm_bytes(scenario, parts.get(unit, 0)),
+            "gradient norm": states.norm_bytes(scenario, parts.get(unit, 0), offloaded=True),
             "gradients in fp32": states.reduction_bytes(scenario, buckets, parts.get(unit, 0)),
         }
         for unit in (EMBEDDING, HEAD)
     )
-    flat = {} if scenario.spec.is_fsdp else bucket
+    flat, norm = {} if scenario.spec.is_fsdp else bucket, states.norm_bytes(scenario, states.largest_trained(scenario))
     overflow = 0 if scenario.spec.offload_optimizer else sum(states.overflow_bytes(scenario))
     loading = states.frozen_bytes(scenario) if scenario.loads_on_gpu and scenario.spec.gathers_parameters else 0
     return {
@@ -119,7 +115,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
             **base, **whole, **layer, **bucket, **first, "activations": activations.first_layer
         },
         "overflow check": {**base, **whole, "overflow check": overflow},
-        "gradient norm": {**base, **whole, "gradient norm": states.norm_bytes(scenario)},
+        "gradient norm": {**base, **whole, "gradient norm": norm},
         "optimizer step": {
             **base,
             **whole,

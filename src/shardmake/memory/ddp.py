@@ -9,7 +9,7 @@ Events, in order: ``alloc number bytes``, ``free number``, ``forward block``, ``
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -34,13 +34,12 @@ class DdpMemory:
     scenario: Scenario
     buckets: Buckets
     timeline: Timeline
-    sizes: dict[str, int] = field(default_factory=dict)
-    gradients: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model, adapters = self.scenario.model.tensors, self.scenario.split.adapters
         self.sizes = {tensor.name: tensor.numel for tensor in (*model, *adapters)}
-        self.trained = [tensor.numel for tensor in states.trained_tensors(self.scenario)]
+        self.trained = [tensor.numel for tensor in self.scenario.split.trained(self.scenario.model)]
+        self.gradients: dict[str, int] = {}
         self._state_bytes = 0
 
     def load(self) -> None:

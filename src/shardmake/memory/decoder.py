@@ -84,10 +84,7 @@ class DecoderStep:
         tape = self.tape
         cosine_and_sine = self._positions()
         mask = self._mask()
-        hidden = self._embed()
-        for index in self.layers:
-            hidden = self._layer_with_marks(hidden, index)
-        hidden = self._norm(hidden, f"{self.shape.root}.norm.weight")
+        hidden = self._norm(self._run_layers(), f"{self.shape.root}.norm.weight")
         loss, logits = self._loss(hidden)
         if self.scenario.attention != "eager" or not self.scenario.checkpointing:
             mask = None  # else checkpointing holds it until the last layer has run again
@@ -107,12 +104,7 @@ class DecoderStep:
         self.weights = {name: replace(one, trained=False) for name, one in trained.items() if ".lora_" not in name}
         tape.recording = False
         cosine_and_sine, mask = self._positions(), self._mask()
-        hidden = ops.embedding(tape, self.weights[self.embedding], self.tokens)
-        hidden = ops.scale(hidden) if self.shape.scaled_embedding or self.shape.scaled_branches else hidden
-        for index in self.layers:
-            tape.mark("forward", index)
-            hidden = self._layer(hidden, index)
-            tape.mark("forward end", index)
+        hidden = self._run_layers()
         self._loss(self._norm(hidden, f"{self.shape.root}.norm.weight"))
         del hidden, mask, cosine_and_sine
         tape.recording = True
@@ -134,13 +126,19 @@ class DecoderStep:
 
     # -- layers
 
+    def _run_layers(self) -> SizeTensor:
+        hidden = self._embed()
+        for index in self.layers:
+            hidden = self._layer_with_marks(hidden, index)
+        return hidden
+
     def _embed(self) -> SizeTensor:
         hidden = ops.embedding(self.tape, self.weights[self.embedding], self.tokens)
         if self.weights[self.embedding].shape[0] < self.shape.v:
             hidden = ops.scale(hidden)  # words of other ranks are set to zero in a copy
         if self.shape.scaled_embedding:
             hidden = ops.scale(hidden)
-        if self.scenario.checkpointing and hidden.node is None:
+        if self.scenario.checkpointing and self.tape.recording and hidden.node is None:
             hidden = ops.root(hidden)  # enable_input_require_grads
             assert hidden.node is not None
             hidden.node.saved = [hidden.storage]  # AccumulateGrad holds its variable
@@ -148,7 +146,8 @@ class DecoderStep:
 
     def _layer_with_marks(self, hidden: SizeTensor, index: int) -> SizeTensor:
         self.tape.mark("forward", index)
-        out = (self._checkpointed if self.scenario.checkpointing else self._layer)(hidden, index)
+        keeps_input = self.scenario.checkpointing and self.tape.recording
+        out = (self._checkpointed if keeps_input else self._layer)(hidden, index)
         if out.node is not None:
             out.node.mark = ("backward block", index)
         self.tape.mark("forward end", index)
@@ -318,8 +317,8 @@ class DecoderStep:
         if self.shape.latent and self.scenario.micro_batch > 1:
             value = ops.copy(value)  # rows of several sequences that lie beside keys
         return ops.eager_attention(
-            query, key, value, scores, self.tape.autocast, weight_bytes(self.scenario), softcap=self.shape.softcaps,
-            sinks=self.sinks, probability=self.shape.dropout[0],
+            query, key, value, scores, weight_bytes(self.scenario), softcap=self.shape.softcaps, sinks=self.sinks,
+            probability=self.shape.dropout[0],
         )  # fmt: skip
 
     def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:

@@ -22,8 +22,8 @@ class Fsdp2Memory(DdpMemory):
     def load(self) -> None:
         """Allocate this rank's part of everything; tensors load whole in fp32 (``fsdp2_load_full_state_dict``)."""
         self._units = units(self.scenario)
-        self._tensors = unit_tensors(self.scenario)
-        self._trained = trained_units(self.scenario)
+        self._tensors = unit_tensors(self.scenario.held_model, self.scenario.split, self.scenario.compute)
+        self._trained = trained_units(self.scenario.model, self.scenario.split)
         self._live: dict[Unit, list[int]] = {}
         self._flat: dict[Unit, int] = {}
         self._waiting: list[int] = []

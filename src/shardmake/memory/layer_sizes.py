@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardmake.memory.decoder_sizes import Decoder
-from shardmake.memory.linear_attention import LinearAttention
+from shardmake.memory.linear_attention import LINEAR_SIZES, LinearAttention
 
 _HEADS, _FULL_HEADS = "num_key_value_heads", "num_global_key_value_heads"
 LayerSizes = Callable[[Decoder, Mapping[str, Any], Sequence[str]], Decoder]
@@ -25,7 +25,7 @@ def gemma4(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) ->
 
 def hybrid(decoder: Decoder, values: Mapping[str, Any], kinds: Sequence[str]) -> Decoder:
     """Return ``decoder`` with linear attention in all layers but those that attend to all tokens."""
-    linear = replace(decoder, linear=LinearAttention.read(values, decoder.projections))
+    linear = replace(decoder, linear=LinearAttention(decoder.projections, *(values[key] for key in LINEAR_SIZES)))
     return replace(linear, of_layers=tuple(decoder if kind == "full_attention" else linear for kind in kinds))
 
 

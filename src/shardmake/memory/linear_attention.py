@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from shardmake.memory import size_tensors as ops
 from shardmake.memory.size_tensors import Parameter, SizeStorage, SizeTensor, Tape, derive, new
@@ -34,11 +34,6 @@ class LinearAttention:
     value_width: int
     kernel: int
     """Tokens of the convolution."""
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], projections: tuple[str, ...]) -> "LinearAttention":
-        """Return the sizes in the config's ``values``."""
-        return cls(projections, *(values[key] for key in LINEAR_SIZES))
 
     @property
     def values(self) -> int:
@@ -96,7 +91,7 @@ def _convolved(mixed: SizeTensor, weight: Parameter, columns: int) -> SizeTensor
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         to_input = new(grad, numel)
-        _finish(weight, grad)
+        ops.finish(weight, grad)
         return [to_input]
 
     padded = new(mixed, numel + columns * (weight.shape[-1] - 1))
@@ -104,16 +99,11 @@ def _convolved(mixed: SizeTensor, weight: Parameter, columns: int) -> SizeTensor
     return ops.cast(ops.activation(ops.view(padded, numel)), item)
 
 
-def _finish(weight: Parameter, grad: SizeTensor) -> None:
-    if weight.trained:
-        grad.tape.finished.append((weight, new(grad, weight.numel)))
-
-
 def _shifted(tensor: SizeTensor, bias: Parameter) -> SizeTensor:
     """Model the sum with a number for each column."""
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
-        _finish(bias, grad)
+        ops.finish(bias, grad)
         return [grad]
 
     return derive(new(tensor), [tensor], function, trained=bias.trained)

@@ -160,6 +160,10 @@ class Split:
         """All elements, adapters included."""
         return self.trainable + self.frozen + self.quantized
 
+    def trained(self, model: Model) -> tuple[ParameterSpec, ...]:
+        """Return the tensors that the optimizer updates: the adapters if there are any, else those of ``model``."""
+        return self.adapters or tuple(tensor for tensor in model.tensors if tensor.name not in self.frozen_names)
+
     def __hash__(self) -> int:
         return hash((self.trainable, self.frozen, self.quantized))
 
@@ -265,7 +269,7 @@ def find_rates(names: Collection[str], rates: Mapping[str, float]) -> dict[str, 
 
 def count_rates(model: Model, part: Split, rates: Mapping[str, float]) -> dict[str, int]:
     """Return the trained elements that each pattern of ``rates`` gives its rate, as `find_rates` finds them."""
-    trained = {t.name: t.numel for t in part.adapters or model.tensors if t.name not in part.frozen_names}
+    trained = {tensor.name: tensor.numel for tensor in part.trained(model)}
     found = find_rates(trained, rates)
     return {pattern: sum(trained[name] for name, one in found.items() if one == pattern) for pattern in rates}
 

@@ -39,7 +39,7 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
 
     parsed = parse_config(config, source, trust_remote_code)
     named = next(iter(config.get("architectures") or []), "")
-    with _explained(f"{source}: transformers cannot build this model"):
+    with explained(f"{source}: transformers cannot build this model"):
         own = has_own_class(config, trust_remote_code) or composite_class(parsed)
         is_named = hasattr(transformers, named) and not own
         chosen = ModelClass(name=named) if is_named else find_class(config, parsed, source, trust_remote_code)
@@ -92,12 +92,12 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
             f"{source}: transformers {version('transformers')} has no model type {config['model_type']!r}. "
             "Check the spelling, or install a version of transformers that has it."
         )
-    with _explained(f"{source}: transformers rejects this config"):
+    with explained(f"{source}: transformers rejects this config"):
         return AutoConfig.for_model(**config)
 
 
 @contextmanager
-def _explained(failure: str) -> Iterator[None]:
+def explained(failure: str) -> Iterator[None]:
     """Raise a `ModelError` for any error: a model's code and PEFT may raise anything for unusual values and layers."""
     try:
         yield
@@ -192,7 +192,7 @@ def adapters(
 
     blocks = block_paths(model)
     config = METHODS[method].peft_config(None, model, rows, rank=rank, targets=targets)
-    with _explained(f"PEFT cannot adapt this {type(model).__name__}"), torch.device("meta"):
+    with explained(f"PEFT cannot adapt this {type(model).__name__}"), torch.device("meta"):
         adapted = get_peft_model(model, config)
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
     return [asdict(ParameterSpec(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]

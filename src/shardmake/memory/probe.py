@@ -74,13 +74,10 @@ def _occupied() -> list[int]:
             "(srun --gpus=1 shardmake estimate ... --probe). Later estimates in your account use its result."
         )
     answer = query_gpus("memory.used")
-    if answer is None:
-        raise ConfigError(
-            "--probe needs a GPU, but nvidia-smi does not answer on this machine. Run it on another node."
-        )
-    used = [int(line) * MIB for line in answer.split("\n") if line.strip().isdigit()]
+    used = [int(line) * MIB for line in (answer or "").split("\n") if line.strip().isdigit()]
     if not used:
-        raise ConfigError("--probe needs a GPU, but nvidia-smi fails or finds none on this machine. Run it on another.")
+        what = "does not answer" if answer is None else "fails or finds none"
+        raise ConfigError(f"--probe needs a GPU, but nvidia-smi {what} on this machine. Run it on another node.")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [int(index) for index in visible.split(",") if index.isdigit()] if visible else range(len(used))
     return [used[index] for index in chosen if index < len(used)] or used

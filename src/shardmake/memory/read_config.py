@@ -135,9 +135,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(), object_hook=float_or_object)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError, too
-        raise ModelError(
-            f"{path} is not valid JSON: {error}. Use the config.json that came with the weights."
-        ) from None
+        raise _invalid(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object. Name the config.json of a transformers model.")
     return config
@@ -145,16 +143,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def float_or_object(value: dict[str, Any]) -> Any:
     """Return the number for an object such as ``{"__float__": "Infinity"}``, which transformers writes for it."""
-    return float(value["__float__"]) if [*value.items()] in _FLOATS else value
+    return float(value["__float__"]) if value.get("__float__") in ("NaN", "Infinity", "-Infinity") else value
 
 
-_FLOATS = [[("__float__", name)] for name in ("NaN", "Infinity", "-Infinity")]
+def _invalid(what: str) -> ModelError:
+    return ModelError(f"{what}. Use the config.json that came with the weights.")
 
 
 def _wrong(source: str, field: str, value: Any, must: str) -> ModelError:
-    return ModelError(
-        f"{source}: {field} is {value!r}. It must be {must}. Use the config.json that came with the weights."
-    )
+    return _invalid(f"{source}: {field} is {value!r}. It must be {must}")
 
 
 def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
@@ -236,18 +233,12 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
             raise ModelError(f"{source}: {' or '.join(names)} is missing. Use the complete config.json of the model.")
     padding, words = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(padding, int) and isinstance(words, int) and padding >= words:
-        raise ModelError(
-            f"{source}: pad_token_id is {padding}, but vocab_size is {words}. Use the config.json that came with the "
-            "weights."
-        )
+        raise _invalid(f"{source}: pad_token_id is {padding}, but vocab_size is {words}")
     heads, given = config.get("num_attention_heads"), config.get("num_key_value_heads")
     groups = given or (family and family.defaults.get("num_key_value_heads")) or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        from_type = "" if given else f", the default of {config['model_type']},"
-        raise ModelError(
-            f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads{from_type} evenly. Use "
-            "the config.json that came with the weights."
-        )
+        shared = f"{groups} num_key_value_heads" + ("" if given else f", the default of {config['model_type']},")
+        raise _invalid(f"{source}: {heads} num_attention_heads cannot share {shared} evenly")
     if family and not (config.get("head_dim") or family.defaults.get("head_dim")) and config["hidden_size"] % heads:
         raise ModelError(
             f"{source}: hidden_size is not a multiple of {heads} num_attention_heads, and head_dim is not given."

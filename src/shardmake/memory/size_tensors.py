@@ -86,13 +86,9 @@ class SizeTensor:
 
     __slots__ = ("item", "node", "numel", "storage", "tape")
 
-    def __init__(
-        self, tape: Tape, numel: int, item: int, node: "GradNode | None" = None, storage: SizeStorage | None = None
-    ):
-        self.tape = tape
-        self.numel = numel
-        self.item = item
-        self.node = node
+    def __init__(self, tape: Tape, numel: int, item: int, storage: SizeStorage | None = None) -> None:
+        self.tape, self.numel, self.item = tape, numel, item
+        self.node: GradNode | None = None
         self.storage = storage if storage is not None else SizeStorage(tape, numel * item)
 
 
@@ -321,9 +317,9 @@ def grouped(tensor: SizeTensor, weight: Parameter, rows: int, columns: int, bias
     numel, wants = tensor.numel, tensor.node is not None
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
-        _finish_gradient(bias, _gradient_of(bias, grad))
+        finish(bias, grad)
         input_grad = new(grad, numel) if wants else None
-        _finish_gradient(weight, _gradient_of(weight, grad))
+        finish(weight, grad)
         return [input_grad]
 
     saved = [tensor.storage, weight.sum] if weight.trained else []
@@ -399,11 +395,16 @@ def _finish_gradient(parameter: Parameter | None, grad: SizeTensor | None) -> No
         grad.tape.finished.append((parameter, grad))
 
 
+def finish(parameter: Parameter | None, grad: SizeTensor, item: int | None = None) -> None:
+    """Make and finish the gradient of ``parameter``, if it is trained, as `_gradient_of` does."""
+    _finish_gradient(parameter, _gradient_of(parameter, grad, item))
+
+
 def embedding(tape: Tape, weight: Parameter, tokens: int) -> SizeTensor:
     """Model a lookup in a table, whose gradient is dense."""
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
-        _finish_gradient(weight, new(grad, weight.numel))
+        finish(weight, grad)
         return []
 
     return derive(SizeTensor(tape, tokens * weight.shape[1], weight.item), [], function, trained=weight.trained)
@@ -553,7 +554,6 @@ def eager_attention(
     key: SizeTensor,
     value: SizeTensor,
     scores: int,
-    autocast: int | None,
     mask: int,
     *,
     softcap: bool = False,
@@ -566,7 +566,7 @@ def eager_attention(
     products. With ``sinks``, the score of each head's is joined and the largest one subtracted, and the softmax is in
     the type of the scores.
     """
-    item, numel = autocast or query.item, value.numel
+    item, numel = query.tape.autocast or query.item, value.numel
     narrow = cast(query, item), cast(key, item)
     del query, key
     raw = matmul(*narrow, scores)
@@ -590,7 +590,7 @@ def _with_sinks(scores: SizeTensor, sinks: Parameter) -> SizeTensor:
     def function(grad: SizeTensor) -> list[SizeTensor]:
         of_largest = new(grad)
         del of_largest
-        _finish_gradient(sinks, _gradient_of(sinks, grad, sinks.item))
+        finish(sinks, grad, sinks.item)
         return [grad]
 
     joined = new(scores)
@@ -629,7 +629,7 @@ def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
     factors = SizeStorage(tensor.tape, 4 * rows)
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
-        _finish_gradient(weight, _gradient_of(weight, grad))
+        finish(weight, grad)
         return [grad]
 
     return derive(new(tensor), [tensor], function, [tensor.storage, factors])

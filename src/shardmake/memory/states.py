@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil
 
-from shardmake.config.choices import Method
-from shardmake.config.methods import METHODS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized, selected_experts
 from shardmake.memory.optimizer_trial import optimizer_spec
@@ -60,7 +58,7 @@ def _own_update(scenario: Scenario) -> list[ParameterSpec]:
     """Return the matrices that the optimizer updates as Muon, as whole ones."""
     if optimizer_spec(scenario.optimizer).matrix_moments is None:
         return []
-    return [tensor for tensor in trained_tensors(scenario) if tensor.is_hidden_matrix]
+    return [tensor for tensor in scenario.split.trained(scenario.model) if tensor.is_hidden_matrix]
 
 
 def resident(scenario: Scenario, buckets: Buckets) -> Terms:
@@ -127,17 +125,6 @@ def reference_bytes(scenario: Scenario) -> int:
     return held * ceil(scenario.model.parameters / (scenario.shards if scenario.spec.gathers_parameters else 1))
 
 
-def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
-    """Return the tensors that the optimizer updates."""
-    return _trained(scenario.model, scenario.split, scenario.method)
-
-
-def _trained(model: Model, part: Split, method: Method) -> tuple[ParameterSpec, ...]:
-    if METHODS[method].has_adapters:
-        return part.adapters
-    return tuple(tensor for tensor in model.tensors if tensor.name not in part.frozen_names)
-
-
 def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
     """Return the elements that ZeRO's optimizer updates at once: ZeRO-3's sub-groups, else the rank's whole part."""
     size = largest_group(scenario, buckets)
@@ -196,20 +183,15 @@ def overflow_bytes(scenario: Scenario) -> tuple[int, int]:
     return scenario.gradient * part, part
 
 
-def norm_bytes(scenario: Scenario) -> int:
-    """Return the bytes of the fp64 copy from which ZeRO computes a gradient's norm (`get_grad_norm_direct`)."""
-    if scenario.spec.offload_optimizer or scenario.spec.zero_stage == 0:
-        return 0
-    largest = largest_trained(scenario)
-    return 8 * (ceil(largest / scenario.shards) if scenario.spec.zero_stage == 3 else min(largest, scenario.part))
+def norm_bytes(scenario: Scenario, numel: int, *, offloaded: bool = False) -> int:
+    """Return the bytes of the fp64 copy for the norm of a gradient of ``numel`` elements (`get_grad_norm_direct`).
 
-
-def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
-    """Return the bytes of the fp64 copy for the norm of an offloaded gradient of ``numel`` elements."""
-    if not scenario.spec.offload_optimizer or not scenario.spec.zero_stage:
+    ZeRO makes it at the step, and of an ``offloaded`` gradient when that is complete.
+    """
+    if not scenario.spec.zero_stage or offloaded != bool(scenario.spec.offload_optimizer):
         return 0
     if scenario.spec.zero_stage == 3:
-        return 8 * min(ceil(numel / scenario.shards), NORM_CHUNK)
+        return 8 * min(ceil(numel / scenario.shards), NORM_CHUNK if offloaded else numel)
     return 8 * min(numel, scenario.part)
 
 
@@ -295,7 +277,7 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
 
 def largest_trained(scenario: Scenario) -> int:
     """Return the elements of the largest trained tensor."""
-    return max(tensor.numel for tensor in trained_tensors(scenario))
+    return max(tensor.numel for tensor in scenario.split.trained(scenario.model))
 
 
 def gradients(scenario: Scenario) -> int:
@@ -317,7 +299,8 @@ def partition_gradients(scenario: Scenario) -> int:
     """
     if keeps_flat_gradients(scenario):
         return scenario.gradient * scenario.part
-    return 0 if scenario.spec.offload_optimizer else scenario.gradient * largest_touched(scenario)
+    touched = largest_touched(scenario.model, scenario.split, scenario.part)
+    return 0 if scenario.spec.offload_optimizer else scenario.gradient * touched
 
 
 def added_gradients(scenario: Scenario) -> int:
@@ -329,16 +312,12 @@ def added_gradients(scenario: Scenario) -> int:
     return partition_gradients(scenario) if apart else 0
 
 
-def largest_touched(scenario: Scenario) -> int:
-    """Return the most elements of trained tensors that lie partly or as a whole in the part of one rank."""
-    return _largest_touched(scenario.model, scenario.split, scenario.method, scenario.part)
-
-
 @lru_cache(maxsize=MODELS)
-def _largest_touched(model: Model, part: Split, method: Method, size: int) -> int:
+def largest_touched(model: Model, part: Split, size: int) -> int:
+    """Return the most elements of trained tensors that lie partly or as a whole in one rank's part of this ``size``."""
     touched: Counter[int] = Counter()
     start = 0
-    for tensor in _trained(model, part, method):
+    for tensor in part.trained(model):
         ranks = range(start // size, (start + tensor.numel - 1) // size + 1)
         touched.update(dict.fromkeys(ranks, tensor.numel))
         start += tensor.numel
@@ -367,32 +346,25 @@ def unit_of(tensor: ParameterSpec, tied: bool) -> Unit:
 
 def units(scenario: Scenario) -> Mapping[Unit, int]:
     """Return the elements of each group; 4-bit weights count as the 16-bit elements that store them."""
-    return {unit: sum(parts) for unit, parts in unit_tensors(scenario).items()}
-
-
-def unit_tensors(scenario: Scenario) -> Mapping[Unit, list[int]]:
-    """Return the elements of each tensor of each group, adapters last."""
-    return _unit_tensors(scenario.held_model, scenario.split, scenario.method, scenario.compute)
-
-
-def trained_units(scenario: Scenario) -> Mapping[Unit, int]:
-    """Return the trained elements of each group."""
-    return _trained_units(scenario.model, scenario.split, scenario.method)
+    tensors = unit_tensors(scenario.held_model, scenario.split, scenario.compute)
+    return {unit: sum(parts) for unit, parts in tensors.items()}
 
 
 @lru_cache(maxsize=MODELS)
-def _unit_tensors(model: Model, part: Split, method: Method, compute: int) -> Mapping[Unit, list[int]]:
+def unit_tensors(model: Model, part: Split, compute: int) -> Mapping[Unit, list[int]]:
+    """Return the elements of each tensor of each group, adapters last."""
     sizes: dict[Unit, list[int]] = {}
     for tensor in (*model.tensors, *part.adapters):
-        quantized = METHODS[method].in_four_bits and is_quantized(tensor) and "lora_" not in tensor.name
+        quantized = part.quantized and is_quantized(tensor) and "lora_" not in tensor.name
         numel = ceil(tensor.numel * NF4_BYTES / compute) if quantized else tensor.numel
         sizes.setdefault(unit_of(tensor, model.tied), []).append(numel)
     return sizes
 
 
 @lru_cache(maxsize=MODELS)
-def _trained_units(model: Model, part: Split, method: Method) -> Mapping[Unit, int]:
+def trained_units(model: Model, part: Split) -> Mapping[Unit, int]:
+    """Return the trained elements of each group."""
     sizes: Counter[Unit] = Counter()
-    for tensor in _trained(model, part, method):
+    for tensor in part.trained(model):
         sizes[unit_of(tensor, model.tied)] += tensor.numel
     return sizes

@@ -36,7 +36,7 @@ class ZeroMemory(DdpMemory):
 
     def step(self) -> None:
         """Compute the norm in fp64; then cast the gradients to fp32 and update, group by group."""
-        self._allocate_briefly(states.norm_bytes(self.scenario), "gradient norm")
+        self._allocate_briefly(states.norm_bytes(self.scenario, states.largest_trained(self.scenario)), "gradient norm")
         for group in self._groups():
             if self.scenario.spec.offload_optimizer:
                 self._update()
@@ -88,7 +88,7 @@ class Zero12Memory(ZeroMemory):
     def gradient(self, name: str, key: int | None) -> bool:
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
         numel = self.sizes[name]
-        self._allocate_briefly(states.boundary_norm_bytes(self.scenario, numel), "gradient norm")
+        self._allocate_briefly(states.norm_bytes(self.scenario, numel, offloaded=True), "gradient norm")
         if self.scenario.spec.zero_stage == 1:
             return super().gradient(name, key)
         self._reserve_part()
@@ -167,7 +167,7 @@ class Zero3Memory(ZeroMemory):
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "gradients before reduction", COMMUNICATION)
         if self.scenario.spec.offload_optimizer:
-            part, norm = ceil(numel / self.scenario.shards), states.boundary_norm_bytes(self.scenario, numel)
+            part, norm = ceil(numel / self.scenario.shards), states.norm_bytes(self.scenario, numel, offloaded=True)
             held = self.timeline.alloc(self.scenario.gradient * part, "gradients before reduction", COMMUNICATION)
             self._allocate_briefly(norm, "gradient norm", COMMUNICATION)
             self._allocate_briefly(4 * part, "gradients before reduction", COMMUNICATION)

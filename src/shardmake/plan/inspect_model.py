@@ -184,11 +184,8 @@ def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remot
 def _build(kind: ModelClass, config: Any, source: str) -> "PreTrainedModel":
     import torch
 
-    try:
-        with torch.device("meta"):
-            model = kind.build(config, attn_implementation="eager")
-    except Exception as error:  # a model's code may raise anything for unusual sizes
-        raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
+    with inventory.explained(f"{source}: transformers cannot build this model"), torch.device("meta"):
+        model = kind.build(config, attn_implementation="eager")
     if not huggingface.recognise(Path(source).parent):  # else its files name all layers
         _drop_alike(model)
     return model

@@ -133,7 +133,7 @@ def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]
 
     Of several partitions, such as ``a100,h100``, one suffices: Slurm starts the job in the first that can.
     """
-    found = _find_all("partition", cluster.slurm.partition or inherited("partition"), partitions)
+    found = _find("partition", cluster.slurm.partition or inherited("partition"), partitions)
     problems = list[ConfigError]()
     for partition in found:
         try:
@@ -145,7 +145,7 @@ def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]
     own = cluster.slurm.cpu_partition
     advice = "Set slurm.stage_time_limit, the limit of the jobs of data, consolidate and evaluate, to less."
     limit = cluster.slurm.stage_time_limit or cluster.slurm.time_limit
-    for places in (found, _find_all("cpu_partition", own, partitions) if own else found):
+    for places in (found, _find("cpu_partition", own, partitions) if own else found):
         _check_time("stage_time_limit", limit, places, advice)
 
 
@@ -218,17 +218,14 @@ def _list(words: Iterable[str]) -> str:
     return ", ".join(sorted(set(words))) or "none"
 
 
-def _find_all(key: str, names: str | None, partitions: dict[str, Partition]) -> list[Partition]:
+def _find(key: str, names: str | None, partitions: dict[str, Partition]) -> list[Partition]:
     """Return the partitions of these names; without names the default one, else all: the site's plug-in chooses one."""
     if not names:
         return [one for one in partitions.values() if one.is_default] or [*partitions.values()]
-    return [_find(key, name, partitions) for name in names.split(",")]
-
-
-def _find(key: str, name: str, partitions: dict[str, Partition]) -> Partition:
-    if found := partitions.get(name):
-        return found
-    raise ConfigError(
-        f"slurm.{key}: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: "
-        f"{', '.join(partitions) or 'none'}."
-    )
+    for name in names.split(","):
+        if name not in partitions:
+            raise ConfigError(
+                f"slurm.{key}: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: "
+                f"{', '.join(partitions) or 'none'}."
+            )
+    return [partitions[name] for name in names.split(",")]

@@ -73,7 +73,7 @@ class Planner:
         """Return ``choice`` with its memory in closed form, without activations if a trace could not make it fit."""
         scenario, buckets = self._parts(choice)
         hopeless = self.settings.model.decoder is None and not self.can_hold(choice)
-        activations = closed_form.NOTHING if hopeless else _profile(_of_step(scenario))
+        activations = closed_form.Profile() if hopeless else _profile(_of_step(scenario))
         memory = estimate.estimate_closed_form(scenario, buckets, activations, self._kept)
         return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 

@@ -307,31 +307,25 @@ def wrong_loss(run: Run, model: Model) -> Iterator[str]:
     """
     if run.loss == "plain":
         return
-    refused = f"loss: {run.loss} cannot be used"
-    if run.loss == "chunked":
-        is_plain = run.script is not None or has_plain_head(model)
-        for why in applying(
-            (run.script is not None, "a script computes its own loss"),
-            (run.tensor_parallel > 1, "the ranks of a tensor-parallel group share the head"),
-            (run.torch_compile, "torch's chunked loss does not run in compiled code"),
-            (not is_plain,
-             f"that of {model.architecture} was not shown to follow from its last hidden states and head alone"),
-        ):  # fmt: skip
-            yield f"{refused}: {why}. Set loss: plain."
+    refused, is_chunked = f"loss: {run.loss} cannot be used", run.loss == "chunked"
+    for why in applying(
+        (is_chunked and run.script is not None, "a script computes its own loss"),
+        (is_chunked and run.tensor_parallel > 1, "the ranks of a tensor-parallel group share the head"),
+        (is_chunked and run.torch_compile, "torch's chunked loss does not run in compiled code"),
+        (is_chunked and run.script is None and not has_plain_head(model),
+         f"that of {model.architecture} was not shown to follow from its last hidden states and head alone"),
+        (not is_chunked and run.tensor_parallel > 1,
+         "with tensor_parallel each rank holds a part of the head, which Liger's loss would take for the whole"),
+    ):  # fmt: skip
+        yield f"{refused}: {why}. Set loss: plain."
     adapted = adapted_layers(model, run.lora.targets) if run.method_spec.has_adapters and not run.script else ()
     for layer in filter(is_head, adapted):
         yield (
             f"{refused} with {layer.module} in lora.targets: this loss takes the head's own weights, so its adapter "
             f"would silently get no gradient. Set loss: plain, or remove {layer.module} from lora.targets."
         )
-    if run.loss == "chunked":
-        return
-    supported = None if run.script else table_keys("liger_kernel", "transformers/monkey_patch.py", _LIGER_TABLE)
-    if run.tensor_parallel > 1:
-        yield (
-            f"{refused}: with tensor_parallel each rank holds a part of the head, which Liger's loss would take for "
-            "the whole. Set loss: plain."
-        )
+    without_liger = is_chunked or run.script is not None
+    supported = None if without_liger else table_keys("liger_kernel", "transformers/monkey_patch.py", _LIGER_TABLE)
     if supported is not None and model.model_type not in supported:
         yield (
             f"{refused}: liger-kernel {version('liger-kernel')} has no kernels for the model type "

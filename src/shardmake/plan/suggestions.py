@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shardmake.config.attention import FLASH_CAPABILITY
 from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
-from shardmake.config.models import Cluster, Run
+from shardmake.config.models import Run
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.optimizer_trial import optimizer_spec
@@ -246,17 +246,12 @@ def _resolve_with(settings: ResolvedRun, setting: str, value: Any) -> ResolvedRu
     changed = _changed(settings.run, setting, value)
     try:
         parse_section(Run, changed.model_dump(), "The change")
-        resolved = resolve(changed, _cluster_for(changed, settings))
+        nodes = max(settings.cluster.max_nodes, (changed.nodes or 0) + (changed.service_nodes or 0))
+        resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": nodes}))
         check(resolved, packages=False)
     except ShardmakeError:
         return None
     return resolved
-
-
-def _cluster_for(run: Run, settings: ResolvedRun) -> Cluster:
-    """Return the cluster of ``settings`` with as many nodes as ``run`` asks for."""
-    nodes = max(settings.cluster.max_nodes, (run.nodes or 0) + (run.service_nodes or 0))
-    return settings.cluster.model_copy(update={"max_nodes": nodes})
 
 
 def _changed(run: Run, setting: str, value: Any) -> Run:

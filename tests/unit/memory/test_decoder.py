@@ -4,7 +4,7 @@ The peak differs by a gradient or two: autograd adds a second gradient in place,
 """
 
 import itertools
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,7 +170,7 @@ def test_adapters_of_mixtures_match_the_trace(kind: str, targets: Any, more: dic
 def agree(simulated: StepEvents, recorded: StepEvents, *, saves: float, peaks: float = 0.035) -> None:
     """Fail if what is saved for the backward pass, or the highest peak, differs by a larger part."""
     assert saved(simulated) == pytest.approx(saved(recorded), rel=saves)
-    ours, theirs = (max(astuple(of_events(events, LAYERS))[1:]) for events in (simulated, recorded))
+    ours, theirs = (max(of_events(events, LAYERS)[1:]) for events in (simulated, recorded))
     assert ours == pytest.approx(theirs, rel=peaks)
 
 

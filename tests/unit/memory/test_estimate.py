@@ -185,7 +185,7 @@ def test_a_rank_gathers_its_experts_alone_and_keeps_the_same_part_of_all() -> No
     saved = 2 * 6 * 3 * 512 * 2048  # bytes of six experts
     first = "backward of the first layer"
     gathered = [
-        closed_form.phases(case, BUCKETS, closed_form.NOTHING)[first]["gathered weights"] for case in (whole, spread)
+        closed_form.phases(case, BUCKETS, closed_form.Profile())[first]["gathered weights"] for case in (whole, spread)
     ]
     assert gathered[0] - gathered[1] >= 2 * saved
 

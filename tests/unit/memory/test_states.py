@@ -19,6 +19,7 @@ STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari 
     "fsdp-grad-op": (0, 4 + 8), "fsdp-offload": (0, 0),
 }  # fmt: skip
 
+ZERO2 = scenario(strategy="zero2")
 REST = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
 """The weights of embedding, head and norms."""
 
@@ -35,7 +36,7 @@ def test_states_match_the_papers(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "more"), [
-    ("zero2", 4 * P / 8 - 2 * states.largest_touched(scenario(strategy="zero2"))),  # the flat part
+    ("zero2", 4 * P / 8 - 2 * states.largest_touched(ZERO2.model, ZERO2.split, ZERO2.part)),  # the flat part
     ("zero2-offload", 4 * P / 8),  # the flat part, which is on the host with gradients in 16 bits
     ("zero3", 2 * P / 8 + 2 * BUCKETS.reduce_bucket_size), ("zero3-offload", 2 * BUCKETS.reduce_bucket_size),
     ("fsdp", 0),  # sums are in the type of the weights in any case

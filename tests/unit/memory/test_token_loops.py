@@ -1,7 +1,6 @@
 """Steps whose layers loop over their tokens are traced with few tokens and scaled."""
 
 import json
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def test_a_scaled_step_has_the_peaks_of_the_whole_one(checkpointing: bool, trace
     monkeypatch.setattr(token_loops, "MOST_ALIKE", 32)
     tape = tracer.tape({**_request(case), "lengths": 1})
     assert tape["scaled"] == LENGTHS[-1]
-    assert astuple(of_events(tape["events"], 2)) == pytest.approx(astuple(whole), rel=0.01)
+    assert of_events(tape["events"], 2) == pytest.approx(whole, rel=0.01)
 
 
 def test_an_estimate_names_the_tokens_of_a_scaled_trace(tmp_path: Path, monkeypatch: Patch) -> None:
