@@ -20,6 +20,7 @@ class Composite:
     """The only model type of the tower for images that is known; None if the class has one type alone."""
     tied: bool = True
     """Embedding and head are one if the config does not say it."""
+    renames_text: bool = False  # it takes `text_type`
     may_lack: bool = False
     """A tower is absent if the config has no such part; other classes build it with defaults."""
 
@@ -33,7 +34,7 @@ COMPOSITES = {
         {"vision_tower": "vision", "audio_tower": "audio", "embed_vision": "vision", "embed_audio": "audio"},
         may_lack=True,
     ),
-    "kimi_k25": Composite("Kimi_K25", dict.fromkeys(("vision_tower", "mm_projector"), "vision")),
+    "kimi_k25": Composite("Kimi_K25", dict.fromkeys(("vision_tower", "mm_projector"), "vision"), renames_text=True),
     "mistral3": Composite("Mistral3", _PROJECTED, "pixtral"),
     "qwen3_5": Composite("Qwen3_5", _VISUAL, tied=False),
     "qwen3_5_moe": Composite("Qwen3_5Moe", _VISUAL, tied=False),
@@ -45,7 +46,8 @@ def text_part(config: Mapping[str, Any], source: str) -> Model | None:
     text, composite = config.get("text_config"), COMPOSITES.get(config["model_type"])
     if composite is None or not isinstance(text, Mapping):
         return None
-    text = {**text, "model_type": text_type(text)}
+    if composite.renames_text:
+        text = {**text, "model_type": text_type(text)}
     if (family := family_of(text)) is None:
         return None
     tied = config.get("tie_word_embeddings", composite.tied)

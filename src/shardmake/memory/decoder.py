@@ -157,7 +157,8 @@ class DecoderStep:
         """Keep only the input; the backward pass runs the layer again first (torch.utils.checkpoint).
 
         With ``activation_offload`` the input is copied to the host, and back before the layer runs again
-        (``torch.autograd.graph.save_on_cpu``, which transformers and FSDP's ``offload_wrapper`` use).
+        (``torch.autograd.graph.save_on_cpu``, which transformers and FSDP's ``offload_wrapper`` use). The input stays
+        until that has ended; the published runs of models without experts were compared without it.
         """
         tape = self.tape
         tape.recording = False
@@ -168,7 +169,7 @@ class DecoderStep:
 
         def function(grad: SizeTensor) -> list[SizeTensor | None]:
             first = len(tape.nodes)
-            entry = ops.root(SizeTensor(tape, numel, item, storage=kept[0]))
+            entry = ops.root(SizeTensor(tape, numel, item, storage=kept[0] if self.whole.experts else kept.pop()))
             inner = entry.node
             early = [self._scaled(grad)]  # it needs nothing of the layer, so it is computed before
             if self.whole.experts and index >= self.whole.dense and not (self.whole.shared or self.whole.gates):

@@ -437,9 +437,9 @@ def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
 
     A layer that runs again drops both before the gradient is cast.
     """
-    rows, items, drops = factors.numel, (tensor.item, factors.item), tensor.tape.runs_again
+    rows, items = factors.numel, (tensor.item, factors.item)
     saved = [tensor.storage if factors.node else None, factors.storage if tensor.node else None]
-    has_graph = factors.node is not None
+    has_graph, drops = factors.node is not None, tensor.tape.runs_again and items[0] != items[1]
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
         to_tensor, product = new(grad), new(grad) if has_graph else None

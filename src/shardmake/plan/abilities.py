@@ -311,10 +311,13 @@ def parallel_styles(model_type: str, kind: Literal["tp", "ep"]) -> frozenset[str
     return frozenset()
 
 
-@cache
 def table_keys(package: str, file: str, table: str) -> set[str] | None:
     """Return the keys of a dictionary in the source of an installed package; None if it is not there."""
-    source = _folder(package) / file
+    return _table_keys(_folder(package) / file, table)
+
+
+@cache
+def _table_keys(source: Path, table: str) -> set[str] | None:
     found = re.search(rf"^{table}\b.*?(?=^[\w@]|\Z)", source.read_text() if source.is_file() else "", re.M | re.S)
     if found is None:
         return None

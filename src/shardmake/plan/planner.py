@@ -8,6 +8,7 @@ from typing import Any
 
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.config.user_file_keys import estimated_values
 from shardmake.core.nested import overlay
 from shardmake.memory import calibration, closed_form, estimate, states
@@ -139,7 +140,8 @@ class CachedPlanner(Planner):
 def _of_step(scenario: Scenario) -> Scenario:
     """Return ``scenario`` with one value for all of what does not change its micro step."""
     same = replace(scenario, nodes=1, accumulation=1, gradient_dtype=None, optimizer=DEFAULT_OPTIMIZER)
-    return replace(same, strategy="ddp" if scenario.autocast else "zero2", loads_on_gpu=False)
+    like = next(name for name, spec in STRATEGY_SPECS.items() if spec.is_ddp == scenario.spec.is_ddp)
+    return replace(same, strategy=like, loads_on_gpu=False)
 
 
 def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
