@@ -6,7 +6,8 @@ allowance; for the chosen candidate, `estimate.gpu_memory` simulates the step an
 """
 
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
@@ -19,8 +20,7 @@ from shardmake.memory.trace import events_of
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """Peak of activations in each phase in bytes, without weights and their gradients."""
 
     forward: int = 0
@@ -44,9 +44,8 @@ def profile(scenario: Scenario) -> Profile:
         return of_events(events_of(scenario), shape.layers)
     all_trained = replace(scenario, split=replace(scenario.split, frozen_names=frozenset()))  # others may be
 
-    def step(*more: int) -> tuple[int, ...]:
-        run = DecoderStep(all_trained, shape, layers=sorted([*few, *more])).run()
-        return astuple(of_events(run, shape.layers))
+    def step(*more: int) -> Profile:
+        return of_events(DecoderStep(all_trained, shape, layers=sorted([*few, *more])).run(), shape.layers)
 
     first = step()
     grown = [
@@ -58,7 +57,7 @@ def profile(scenario: Scenario) -> Profile:
 def of_events(events: StepEvents, layers: int) -> Profile:
     """Return the peaks of a micro step's own allocations; a weight's gradient is dropped when it is complete."""
     sizes: dict[int, int] = {}
-    peaks = asdict(Profile())
+    peaks = dict.fromkeys(("forward", "loss", "head", "last_layer", "first_layer"), 0)
     live, phase = 0, "forward"
     for event in events:
         kind = event[0]

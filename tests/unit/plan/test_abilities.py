@@ -153,7 +153,7 @@ def test_of_a_known_composite_only_the_source_is_read(changes: Values, monkeypat
     {**GEMMA4, "video_config": {"depth": 1}}, {**GEMMA3, "vision_config": {"model_type": "clip_vision_model"}},
 ], ids=["another tower", "another type of tower"])  # fmt: skip
 def test_the_class_of_a_composite_with_an_unknown_tower_is_asked(config: Values, monkeypatch: Patch) -> None:
-    found = {"model_class": "Other", "text_part": True, "absent": ["model.other"]}
+    found = {"model_class": "Other", "text_part": True, "absent": ("model.other",)}
     monkeypatch.setattr(abilities, "_ask", lambda *_, **__: found)
     model = from_config(config, source="config.json")
     assert model.decoder is not None and find_abilities(model, make_run()).absent == ("model.other",)
