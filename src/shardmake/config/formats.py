@@ -53,7 +53,9 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
 BINARY_SUFFIXES: Final = (".parquet", ".arrow")
 DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", *BINARY_SUFFIXES)
 COMPRESSION_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
-_NOT_DATA: Final = ("config.json", "dataset_dict.json", "dataset_info*.json", "state.json", "cache-*.arrow")
+_NOT_DATA: Final = (
+    "config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json", "cache-*.arrow",
+)  # fmt: skip
 
 
 def data_kind(name: str) -> str | None:

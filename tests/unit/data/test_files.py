@@ -357,3 +357,9 @@ def test_results_that_datasets_caches_are_not_read(tmp_path: Path) -> None:
     loaded.shuffle(seed=0)
     assert len(list(tmp_path.glob("cache-*.arrow"))) == 2
     assert examples(tmp_path) == rows
+
+
+def test_a_file_whose_name_begins_as_that_of_a_description_is_read(tmp_path: Path) -> None:
+    for name in ("dataset_info.json", "dataset_information.json"):
+        (tmp_path / name).write_text(json.dumps([{"text": name}]))
+    assert examples(tmp_path) == [{"text": "dataset_information.json"}]
