@@ -70,7 +70,7 @@ def _is_silent(standard: dict[str, Any]) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     keys = ("content", "reasoning_content", "tool_calls")
-    return any(not any(str(one.get(key, "")).strip() for key in keys) for one in filter(is_learned, answer))
+    return any(not any(str(one.get(key) or "").strip() for key in keys) for one in filter(is_learned, answer))
 
 
 def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None = None) -> list[Sampled]:
