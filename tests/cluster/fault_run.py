@@ -170,19 +170,19 @@ class FaultRun:
         self.expected: list[str] = []
         """Patterns in the output of the drivers or a message of an attempt."""
 
-    def configure(self, strategy: str, ranks_per_node: int = 1, **changes: Any) -> None:
+    def configure(self, strategy: str, ranks_per_node: int = 1, hang_seconds: int = 10, **changes: Any) -> None:
         """Plan and render the run with ``strategy`` on two nodes, unless it is configured so already."""
         run: dict[str, Any] = {
             "strategy": strategy, "max_steps": self.steps, "checkpoints": {"every_steps": self.every},
             "eval_every_steps": "never",
         } | changes  # fmt: skip
-        wanted = run | {"ranks_per_node": ranks_per_node}
+        few = {"processes_per_node": ranks_per_node, "hang_seconds": hang_seconds}
+        wanted = run | few
         if wanted == self.configured:
             return
         self.configured = {}
         self.checkout.configure_cluster(**run)
         file = self.checkout.root / "config/cluster.yaml"
-        few = {"processes_per_node": ranks_per_node, "hang_seconds": 10}
         file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | few))
         for stage in ("fetch", "plan", "render", "data"):
             self.checkout.on_login_node("shardmake", stage, "demo", env=self.environment)

@@ -52,7 +52,7 @@ def wait_for_windows(run: FaultRun) -> None:
 def test_a_slow_rank_is_named_with_its_node_and_none_in_an_even_run(run: FaultRun, strategy: str) -> None:
     run.repair()
     run.remove_training()
-    run.configure(strategy, max_steps=20_000, checkpoints={"every_steps": 1000})
+    run.configure(strategy, max_steps=20_000, checkpoints={"every_steps": 1000}, hang_seconds=600)
     run.start()
     wait_for_windows(run)
     assert "times as long" not in run.checkout.on_login_node("shardmake", "status", "demo")

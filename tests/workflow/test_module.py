@@ -82,6 +82,9 @@ def test_another_workflow_uses_the_rules_twice_with_prefixes_and_changes_one(tmp
     train = lab("snakemake", "--cores", "2", "-n", "shardmake_train", "other_train").stdout
     assert "the data of demo, in the lab's words" in train
     assert "/tuned runs/runs/demo/train/attempts/NNN" in train and "/other/runs/demo/train/attempts/NNN" in train
+    words = ("-n", "shardmake_plan", "--config", "training={runs: {demo: {max_steps: 3, packing: false}}}")
+    changed = lab("snakemake", "--cores", "2", *words).stdout
+    assert "max_steps: 6 -> 3" in changed and "Code has changed" not in changed
 
 
 API = """

@@ -24,6 +24,7 @@ from shardmake.config.invocation import (
     check_module,
     check_until,
     missing_options,
+    read_texts,
     sections,
     use_merged,
     write_merged,
@@ -121,11 +122,12 @@ def read_configuration():
         parsed = load_config(Path(KEPT_CONFIG))
     elif IS_MODULE:
         check_module(config)
+        read_texts(config, workflow.config_settings.config)
         parsed = parse_config(config, "config of the module")
-        merged = write_merged(parsed, "config of the module").absolute()
-        variables = {CONFIG_VARIABLE: str(merged), RUNS_VARIABLE: str(ROOT)}
-        assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        program = " ".join([*assignments, program]).replace("{", "{{").replace("}", "}}")
+        own = f"{CONFIG_VARIABLE}_{str(ROOT).encode().hex()}"  # so a new value does not change the code of the rules
+        os.environ[own] = str(write_merged(parsed, "config of the module").absolute())
+        runs = shlex.quote(str(ROOT)).replace("{", "{{").replace("}", "}}")
+        program = f'{CONFIG_VARIABLE}="${own}" {RUNS_VARIABLE}={runs} {program}'
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])

@@ -50,17 +50,18 @@ def read(files: list[Path]) -> "tuple[Config, Cluster]":
 
 
 def read_again(name: str, files: list[Path], runs: Path) -> "tuple[Config, Cluster]":
-    """Return the configuration as `read`, or the last one with which the workflow made the run ``name``."""
+    """Return the configuration as `read`, or the last one with which the workflow made the run ``name``, or any run."""
     from shardmake.config.invocation import last_merged
 
-    config, cluster = read(files)
-    merged = last_merged(name) if name and name not in config.runs and (runs / name).is_dir() else None
-    if merged is None:
-        return config, cluster
-    logger.warning(
-        "%s is not in %s. Shown with the configuration of the last workflow that had it: --config %s",
-        name, ", ".join(map(str, files)), merged,
-    )  # fmt: skip
+    problem = f"{files[0]} does not exist" if files == CONFIG and not files[0].exists() else ""
+    if not problem:
+        found = read(files)
+        if not name or name in found[0].runs or not (runs / name).is_dir():
+            return found
+        problem = f"{name} is not in {', '.join(map(str, files))}"
+    if (merged := last_merged(name)) is None:
+        return read(files)
+    logger.warning("%s. Shown with the configuration of the last workflow here: --config %s", problem, merged)
     return read([merged])
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardmake.cli.common import CONFIG, AsJson, ConfigFiles, Name, Runs, Sweep, open_run, read, read_again
+from shardmake.cli.common import CONFIG, AsJson, ConfigFiles, Name, Runs, Sweep, open_run, read_again
 from shardmake.commands.options import options_of
 from shardmake.core.errors import ConfigError
 from shardmake.core.log import configure_logging
@@ -81,7 +81,7 @@ def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = 
     from shardmake.commands.listing import LISTED, list_runs
     from shardmake.core.tables import print_table
 
-    found = list_runs(*read(config), runs)
+    found = list_runs(*read_again("", config, runs), runs)
     if as_json:
         typer.echo(json.dumps([run.as_json() for run in found], indent=2))
     else:
@@ -130,7 +130,7 @@ def compare(
     from shardmake.report.comparison import compare as compare_runs
     from shardmake.report.comparison import write_comparison
 
-    found, cluster = read(config)
+    found, cluster = read_again("", config, runs)
     comparison = compare_runs(select_runs(found, names or [], sweep), cluster, runs)
     write_comparison(comparison, f"Sweep {sweep}" if sweep else "Comparison of runs", page)
     if as_json:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,9 +58,9 @@ def use_merged(path: Path) -> None:
 
 
 def last_merged(name: str) -> Path | None:
-    """Return the newest merged file in the working folder that has a run called ``name``."""
+    """Return the newest merged file in the working folder that has a run called ``name``, or any without a name."""
     newest = sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in newest if name in (read_yaml(path).get("runs") or ())), None)
+    return next((path for path in newest if not name or name in (read_yaml(path).get("runs") or ())), None)
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
@@ -135,6 +136,32 @@ def sections(overrides: Sequence[str]) -> dict[str, Any]:
         if isinstance(value, dict | list):
             merge(found, {key: value})
     return found
+
+
+def read_texts(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Read the texts that ``overrides``, Snakemake's ``--config``, gave to the ``config`` of a module as YAML.
+
+    Snakemake has merged them into the configuration of the whole workflow, of which ``config`` is a section.
+    """
+    merged = deepcopy(config)
+    merge(merged, overrides)
+    if merged == config:
+        merge(config, _values_of(overrides))
+        return
+    for section in overrides.values():
+        if isinstance(section, dict):
+            read_texts(config, section)
+
+
+def _values_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _values_of(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_values_of(inner) for inner in value]
+    try:
+        return parse_yaml(value) if isinstance(value, str) else value
+    except yaml.YAMLError:  # it was in quotes
+        return value
 
 
 def check_module(config: Mapping[str, Any]) -> None:

@@ -33,6 +33,8 @@ class SlurmOption:
     """
     is_value: bool = True
     """The value of ``key`` is that of the option. Otherwise a part of the request follows from it."""
+    chosen_by: str = ""
+    """The value of ``key`` that chooses this option for the request, whose amount is the plan's."""
     submitit: str | None = None
     """Parameter of submitit's executor. Without one, it is an additional parameter."""
     snakemake: str | None = None
@@ -88,13 +90,13 @@ _ROWS = (
     SlurmOption("exclude", key="exclude", submitit="exclude"),
     SlurmOption("wckey", key="wckey", submitit="wckey"),
     SlurmOption("time", key="time_limit", is_value=False, submitit="time", snakemake="runtime"),
-    SlurmOption("gpus", key="gpu_request", is_value=False),
-    SlurmOption("gpus-per-node", key="gpu_request", is_value=False),
+    SlurmOption("gpus", key="gpu_request", is_value=False, chosen_by="gpus"),
+    SlurmOption("gpus-per-node", key="gpu_request", is_value=False, chosen_by="gpus-per-node"),
     SlurmOption("gres", snakemake="gres", until=JobKind.TRAINING),
     SlurmOption("nodes", submitit="nodes", snakemake="nodes", until=JobKind.TRAINING, refused=_REFUSED.pop("nodes")),
     SlurmOption("cpus-per-task", submitit="cpus_per_task", until=JobKind.TRAINING),
     SlurmOption("mem", submitit="mem", until=JobKind.TRAINING),
-    SlurmOption("mem-per-cpu", key="memory", is_value=False, submitit="mem_per_cpu"),
+    SlurmOption("mem-per-cpu", key="memory", is_value=False, chosen_by="per_cpu", submitit="mem_per_cpu"),
     SlurmOption("job-name", submitit="job_name", until=JobKind.TRAINING, refused=_REFUSED.pop("job-name")),
     SlurmOption("comment", submitit="comment", until=JobKind.TRAINING),
     SlurmOption("exclusive", until=JobKind.EVALUATE),
@@ -166,7 +168,8 @@ def why_refused(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]+", option.flag):
         return "is not an option of sbatch. Write the option as the key and its value behind it, as in mail-type: END"
     if option.key:
-        return f"is set by the key slurm.{option.key}. Write it there"
+        there = f"slurm.{option.key}: {option.chosen_by}; the plan has the amount" if option.chosen_by else "it there"
+        return f"is set by the key slurm.{option.key}. Write {there}"
     return option.refused and f"cannot be given here: {option.refused}"
 
 

@@ -148,7 +148,8 @@ LiteralText = Annotated[str, _matching(
 ShellLine = Annotated[str, _matching(
     r"(?s)(?!\s*#SBATCH).*", "is an option of sbatch, and no command. Write it under slurm.extra"
 )]  # fmt: skip
-TimeLimit = Annotated[str, AfterValidator(_time_limit)]
+_AsText = BeforeValidator(lambda value: str(value) if type(value) is int else value)
+TimeLimit = Annotated[str, AfterValidator(_time_limit), _AsText]
 GpuType = Annotated[str, _matching(
     r"[\w.+-]+",
     "is not the name of a GPU type. Write the name alone, as `sinfo --format=%G` prints it, such as a100",

@@ -19,6 +19,7 @@ from shardmake.data.build import check_divisible
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import encode_rows, make_encoder, open_chat_template, open_parts
 from shardmake.data.files import RawRow, Row, open_row, raw_rows
+from shardmake.data.layout import is_learned
 from shardmake.data.packing import Encoded
 from shardmake.data.sources import FIRST_ROWS, Source, files_of_raw
 from shardmake.run.length import Sampled
@@ -47,14 +48,29 @@ def check_sources(run: Run) -> list[int]:
                 "train is then held out."
             )
         counts.append(0)
+        silent = 0
         for raw in raw_rows(part.source.paths):
             try:
-                part.layout.standardize(*reversed(open_row(raw)))
+                silent += _is_silent(part.layout.standardize(*reversed(open_row(raw))))
                 counts[-1] += 1
             except DataError:
                 if not part.drops:
                     raise
+        if silent:
+            logger.warning(
+                f"{part.source}: examples with an answer without text: {silent:,}. The model learns to end it at once. "
+                "Remove these examples, or write weight: 0 in the messages without text."
+            )
     return counts
+
+
+def _is_silent(standard: dict[str, Any]) -> bool:
+    """Return True if an answer that is learned has no text, no reasoning and no call of a tool."""
+    answer: Any = next((standard[name] for name in ("messages", "completion", "chosen") if name in standard), [])
+    if isinstance(answer, str):
+        return not answer.strip()
+    keys = ("content", "reasoning_content", "tool_calls")
+    return any(not any(str(one.get(key) or "").strip() for key in keys) for one in filter(is_learned, answer))
 
 
 def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None = None) -> list[Sampled]:

@@ -41,9 +41,9 @@ _ROLES: Final[Mapping[str, str]] = {
 _CALLING: Final = ("function_call", "tool_call")
 """Roles of messages whose text is a call of a tool, or a list of calls, as JSON."""
 _OTHER_COLUMNS: Final[Sequence[tuple[DataFormat, Mapping[str, str]]]] = (
-    ("chat", {"messages": "conversations"}), ("sharegpt", {"messages": "messages"}),
-    ("alpaca", {"instruction": "query", "output": "response"}),
-    ("preference", {"chosen": "messages", "rejected": "rejected_response"}),
+    ("sharegpt", {"messages": "messages"}), ("alpaca", {"instruction": "query", "output": "response"}),
+    *(("sharegpt", {"messages": of, "role": "role", "content": "content"}) for of in ("messages", "conversations")),
+    ("chat", {"messages": "conversations"}), ("preference", {"chosen": "messages", "rejected": "rejected_response"}),
     ("preference", {"chosen": "messages", "rejected": "rejected_messages"}),
     ("unpaired-preference", {"prompt": "messages", "completion": "messages"}),
 )  # fmt: skip
@@ -347,7 +347,7 @@ def split_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
     if length == limit or (length > 0 and chosen[length - 1] == " "):
         length -= 1
     if length <= 0:
-        raise DataError("chosen and rejected have no common beginning, so there is no prompt. Add a prompt.")
+        raise DataError("chosen and rejected begin differently, without a prompt. Add one, or set data.columns.prompt.")
     return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
 
 
@@ -414,14 +414,14 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
 
     def layouts_of(objective: Objective) -> list[Layout]:
         allowed = OBJECTIVES[objective].data_formats if given == "auto" else (given,)
-        known = {format: FORMATS[format].columns for format in allowed}
-        fit = {format: columns for format, columns in known.items() if named.keys() <= columns.keys()}
+        fit = {one: FORMATS[one].columns for one in allowed if named.keys() <= FORMATS[one].columns.keys()}
         return [Layout(format, {**columns, **named}, frozenset(named)) for format, columns in fit.items()]
 
     layouts = layouts_of(objective)
     fitting = [layout for layout in layouts if _fits(layout, first)]
     if not fitting:
-        pairs = ((one, other) for one, (format, other) in product(layouts, _OTHER_COLUMNS) if one.format == format)
+        rows = [row for row in _OTHER_COLUMNS if given != "auto" or "role" not in row[1]]  # else they are those of chat
+        pairs = ((one, other) for one, (format, other) in product(layouts, rows) if one.format == format)
         swapped = [replace(one, columns={**one.columns, **other, **named}) for one, other in pairs]
         fitting = [layout for layout in swapped if _fits(layout, first)] or (layouts if given != "auto" else [])
     if len(fitting) > 1:

@@ -336,7 +336,7 @@ def submitted_job(answer: str | bytes) -> str:
         SlurmError: It does not say so.
     """
     text = answer if isinstance(answer, str) else answer.decode()
-    if found := re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE):
+    if found := re.findall(r"Submitted batch job (\d+)", text):
         return str(found[-1])
     raise SlurmError(
         f"sbatch did not answer with 'Submitted batch job N' but {text.strip()!r}. Run the same command again once "

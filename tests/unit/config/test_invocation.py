@@ -63,6 +63,21 @@ def test_commands_read_the_file_of_the_environment_by_default(tmp_path: Path, mo
     assert str(answer.exception).startswith("cluster: 'other.yaml' does not exist")
 
 
+@pytest.mark.parametrize(("words", "missing"), [
+    ("status", "c.yaml"), ("status chat", "c.yaml"), ("logs chat", "c.yaml"), ("list", "c.yaml"), ("compare a b", "c.yaml"),
+    ("status other", "config/config.yaml"), ("data chat", "config/config.yaml"), ("list --config no.yaml", "no.yaml"),
+])  # fmt: skip
+def test_commands_that_show_read_what_the_last_workflow_had(
+    words: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder whose configuration has another name than the default; a stage does not take a copy of it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    invocation.write_merged(parse_config(values(), "mine.yaml"), "mine.yaml")
+    answer = CliRunner().invoke(app, words.split())
+    assert re.search(rf"'{missing}' does not exist", str(answer.exception))
+
+
 def test_sections_of_the_command_line_have_the_types_of_a_file() -> None:
     """Snakemake's own reading makes text of every value in a section."""
     words = ["runs={a: {max_steps: 5, packing: false, push: null}}", "runs={a: {script_args: ['5']}}", "cluster=c.yaml"]
@@ -71,6 +86,10 @@ def test_sections_of_the_command_line_have_the_types_of_a_file() -> None:
     }
     with pytest.raises(ConfigError, match=r"^--config runs=\{a: the value is not valid YAML: "):
         invocation.sections(["runs={a"])
+    module: dict[str, Any] = {"runs": {"a": {"max_steps": "5", "push": "null", "script_args": ["5", "{"], "seed": "7"}}}
+    texts = {"runs": {"a": {"max_steps": "5", "push": "null", "script_args": ["5", "{"]}}}
+    invocation.read_texts(module, {"other": {"runs": {"a": {"seed": "8"}}}, "lab": {"tuning": texts}, "x": 1})
+    assert module == {"runs": {"a": {"max_steps": 5, "push": None, "script_args": [5, "{"], "seed": "7"}}}
 
 
 def test_files_are_checked_before_snakemake_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

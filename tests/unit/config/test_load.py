@@ -24,7 +24,7 @@ TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word i
 
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ("slurm: {time_limit: 90}", f"slurm.time_limit: 90 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+    ("slurm: {time_limit: 90}", "slurm.time_limit: '90' is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'."),
     ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
     ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
     ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),

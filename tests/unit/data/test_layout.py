@@ -28,6 +28,13 @@ def find(example: dict[str, Any], format: Any = "auto", **columns: str) -> Layou
     return recognize(data, "sft", example, PLACE)
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_the_format_sharegpt_reads_its_roles_under_the_keys_of_chat(column: str) -> None:
+    """This is what the refusal of such a role advises."""
+    example = {column: [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}
+    assert find(example, "sharegpt").standardize(example, PLACE)["messages"] == chat("u:a", "a:b")
+
+
 def refusal(example: dict[str, Any], format: Any = "auto", **columns: str) -> str:
     with pytest.raises(DataError) as error:
         find(example, format, **columns).standardize(example, PLACE)
@@ -205,7 +212,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "tools without an end": ("chat", {"messages": chat("u:a"), "tools": "{"}),
     "one tool": ("chat", {"messages": chat("u:a"), "tools": {"name": "clock"}}),
     "an unknown speaker": ("sharegpt", {"conversations": [{"from": "gtp", "value": "a"}]}),
-    "keys of chat": ("sharegpt", {"conversations": chat("u:a")}),
+    "a key of chat": ("sharegpt", {"conversations": [{"from": "human", "content": "a"}]}),
     "two system messages": ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}),
     "a number as input": ("alpaca", {"instruction": "a", "input": 3, "output": "b"}),
     "half a pair": ("text", {"text": "a\ud83d"}),

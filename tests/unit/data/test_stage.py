@@ -26,7 +26,7 @@ from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
-from tests.unit.data.test_encode import MARKED, PLAIN, make_tokenizer, shown, talk
+from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown, talk
 from tests.unit.data.test_files import COMPRESSORS, as_csv
 from tests.unit.wording import Wording
 
@@ -379,6 +379,25 @@ def test_rows_with_nothing_to_learn_are_named(model: Path, tmp_path: Path, caplo
     assert words.format("train") in caplog.messages
     check_first_rows(run)
     assert words.format("first rows of the train") in caplog.messages
+
+
+_CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+_SILENT: list[tuple[dict[str, Any], int]] = [
+    (talk("u:a", "a:"), 1), (talk("u:a", {"role": "assistant", "content": None, "tool_calls": []}), 1), (talk("u:a", "a: \n", "u:b", "a:c"), 1), ({"prompt": "a", "completion": ""}, 1),
+    ({"instruction": "a", "output": " "}, 1), ({"prompt": chat("u:a"), "completion": chat("a:")}, 1),
+    (talk("u:", "a:b"), 0), (talk("u:a", _CALL), 0), (talk("u:a", {**_CALL, "tool_calls": [], "weight": 0}), 0),
+    (talk("u:a", {"role": "assistant", "content": "", "reasoning_content": "c"}), 0), ({"text": ""}, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "count"), _SILENT)
+def test_answers_without_text_are_named(
+    row: dict[str, Any], count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Axolotl does not learn them, and TRL does; the model then ends such answers at once."""
+    check_sources(make_run(tmp_path, {"train": (path := write_rows(tmp_path / "t.jsonl", [row, row]))}))
+    words = f"{path}: examples with an answer without text: {2 * count}. "
+    assert [message.startswith(words) for message in caplog.messages] == [True] * count
 
 
 @pytest.mark.parametrize("writer", ["Dataset.save_to_disk", "arrow_writer.ArrowWriter.write_examples_on_file"])

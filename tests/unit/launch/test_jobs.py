@@ -140,6 +140,8 @@ def test_no_answer_of_slurm_is_not_taken_for_one(tmp_path: Path, monkeypatch: py
         slurm_jobs.hides_jobs()
     with pytest.raises(SlurmError, match=r"but 'queued'\. Run the same command again"):
         slurm_jobs.submitted_job(b"queued\n")
+    for answer in ("job 1 of lab\nSubmitted batch job 7\n", "[site] Submitted batch job 7 on cluster c2\n"):
+        assert slurm_jobs.submitted_job(answer) == "7"
 
 
 def test_a_line_with_the_name_of_the_cluster_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
