@@ -10,9 +10,9 @@ EXTRA := not nvme and not trackers and not two_users and not faults and not swee
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# pip compiles on one core, `compileall` on all. Some files of packages are templates, which do not compile.
+# pip compiles on one core, `compileall` on all, without packages' own tests. Some files are templates and do not compile.
 export PIP_COMPILE := 0
-COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true
 # An image may set it; then every process would compile these sources again.
 export PYTHONDONTWRITEBYTECODE :=
 

@@ -47,7 +47,7 @@ def default_logging() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that ``make test`` or CI leaves out; start the longest groups first, so that none is last."""
-    items.sort(key=lambda item: group_of(item.nodeid) not in GROUPS.values())
+    items.sort(key=lambda item: [*GROUPS.values(), group := group_of(item.nodeid)].index(group))
     for item in items:
         if not belongs_to_make_test(item.nodeid):
             item.add_marker(pytest.mark.full)

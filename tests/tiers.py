@@ -104,7 +104,6 @@ def belongs_to_make_test(node: str) -> bool:
 
 GROUPS = {
     "cluster/": "cluster",
-    "workflow/test_consolidate": "consolidate",
     "workflow/test_recipes": "recipes",
     **{
         f"workflow/test_{name}": "forked"
@@ -117,9 +116,10 @@ GROUPS = {
         f"workflow/test_{name}.py": "shared checkout"
         for name in ("nvme", "script", "strategies", "submission_limit")
     },
-    **{f"workflow/test_{name}.py": name for name in ("families", "local", "reruns")},
+    **{f"workflow/test_{name}.py": name for name in ("local", "reruns", "families")},
+    "workflow/test_consolidate": "consolidate",
 }  # fmt: skip
-"""Groups of tests that share an expensive fixture or take minutes, by the beginning of their files below ``tests``."""
+"""Groups of tests that share an expensive fixture or take minutes, by the beginning of their files: the longest first."""
 
 FAULTS = re.compile(r"(cluster/test_faults\.py)::\w+\[(\w+)")
 """Tests of one strategy share its undisturbed training."""

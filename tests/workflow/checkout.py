@@ -42,7 +42,10 @@ class Checkout:
 
     @classmethod
     def create(cls, root: Path, inputs: Path) -> "Checkout":
-        """Copy the workflow to ``root`` and link the demo's inputs."""
+        """Copy the workflow and the demo's inputs to ``root``, with 24 examples to evaluate.
+
+        With all, the evaluation after a step takes longer than the step.
+        """
         for part in PARTS:
             source, target = REPOSITORY / part, root / part
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,15 +56,11 @@ class Checkout:
             else:
                 shutil.copy(source, target)
         shutil.copytree(inputs, root / "resources/demo")
+        examples = root / "resources/demo/eval.jsonl"
+        examples.write_text("".join(examples.read_text().splitlines(keepends=True)[:24]))
         checkout = cls(root)
         checkout.configure()
         return checkout
-
-    def evaluate_few(self) -> "Checkout":
-        """Keep 24 examples to evaluate: with all, the evaluation after a step takes longer than the step."""
-        file = self.root / "resources/demo/eval.jsonl"
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:24]))
-        return self
 
     def configure(self, cluster: dict[str, Any] | None = None, **changes: Any) -> None:
         """Write the cluster file and a configuration with one run, `RUN` with ``changes``; None removes a key."""

@@ -64,7 +64,7 @@ def variant_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Forked]:
     """Trainings that start within a second, because their ranks are forked from a process with all imports."""
-    checkout = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs).evaluate_few()
+    checkout = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs)
     checkout("shardmake", "data", "demo")
     server = ForkServer()
     yield Forked(checkout, server)
@@ -102,7 +102,7 @@ def trainings(
 @pytest.fixture(scope="session")
 def shared_checkout(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
     """A checkout with tokenized data, for trainings that are launched by hand."""
-    checkout = Checkout.create(tmp_path_factory.mktemp("shared") / "checkout", inputs).evaluate_few()
+    checkout = Checkout.create(tmp_path_factory.mktemp("shared") / "checkout", inputs)
     configure(checkout, "ddp")
     checkout("shardmake", "data", "demo")
     return checkout

@@ -200,7 +200,6 @@ def test_no_stage_writes_to_what_somebody_links_to_while_it_runs(
     (theirs := tmp_path / "theirs").mkdir()
     (theirs / "notes.txt").write_text("years of work")
     monkeypatch.setenv("THEIRS", str(theirs))
-    checkout.evaluate_few()
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2})
     for stage, linked in RESULTS.items():
         with monkeypatch.context() as patch:
@@ -232,7 +231,6 @@ if "shardmake.train" in sys.orig_argv:
 
 def test_out_of_memory_takes_fallbacks_until_one_succeeds(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own error, raised in the first step of every fallback without gradient checkpointing."""
-    checkout.evaluate_few()
     checkout.run_at_start(SHORTAGE, monkeypatch)
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto", sequence_length=128)
     checkout.stages()
@@ -304,7 +302,6 @@ def forget_changes(checkout: Checkout, weights: Path) -> None:
 
 
 def test_a_flipped_bit_stops_every_later_stage(checkout: Checkout) -> None:
-    checkout.evaluate_few()
     checkout.configure(method="lora", strategy="ddp", checkpoints={"every_steps": 2, "keep": 3})
     checkout.stages("fetch", "plan", "render", "data", "train")
     uninterrupted = checkout.losses()

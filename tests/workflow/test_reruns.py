@@ -47,7 +47,12 @@ def edited(finished: Checkout) -> Iterator[Checkout]:
 def dry_run(checkout: Checkout) -> tuple[list[str], str]:
     """Return the stages that would run, and the whole output."""
     output = checkout("snakemake", *PROFILE, "-n").stdout
-    return sorted(set(re.findall(r"^(\w+)_run +\d+$", output, re.M))), output
+    return sorted(planned(output)), output
+
+
+def planned(output: str) -> set[str]:
+    """Return the stages in Snakemake's table of jobs."""
+    return set(re.findall(r"^(\w+)_run +\d+$", output, re.M))
 
 
 def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> None:
@@ -169,19 +174,16 @@ if words[:1] == ["shardmake"]:
     leave(*words[1:])
     os._exit(0)
 """
-EDITS: dict[str, dict[str, Any]] = {
-    **{key: {"data": {"train": "resources/demo/eval.jsonl"}} for key in ("fetch", "plan", "render", "data", "train")},
-    "consolidate": {"dtype": "bf16"}, "evaluate": {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}},
-    **{key: {"push": {"to": "file:published/other"}} for key in ("push", "report")},
-}  # fmt: skip
-"""An edit that runs the stage again."""
 HOW = ("error", "full disk", "kill", "kill all", "Ctrl-C")
-BREAKS = [
-    (stage, HOW[(number + 3 + 2 * is_edited) % len(HOW)], is_edited)
-    for number, stage in enumerate(STAGES)
-    for is_edited in (False, True)
-]
-"""Each stage and each way to break, on a first run and after an edit."""
+EXAMPLES = {"data": {"train": "resources/demo/eval.jsonl"}}
+BREAKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "first run": ({}, tuple(stage for stage in STAGES if stage != "data")), "first data": ({}, ("data",)),
+    "examples": (EXAMPLES, ("fetch", "plan", "render", "train")), "data": (EXAMPLES, ("data",)),
+    "dtype": ({"dtype": "bf16"}, ("consolidate",)),
+    "evaluation": ({"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}}, ("evaluate",)),
+    "destination": ({"push": {"to": "file:published/other"}}, ("push", "report")),
+}  # fmt: skip
+"""An edit, and stages that it runs again; without an edit, stages of a first run. Data are made beside other stages."""
 
 
 @pytest.fixture(scope="module")
@@ -193,37 +195,39 @@ def made(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
     return checkout
 
 
-def run(checkout: Checkout, broken: str = "") -> int:
-    """Run the workflow in a session of its own and return its status."""
+def run(checkout: Checkout, broken: str = "") -> tuple[bool, str]:
+    """Run the workflow in a session of its own; return whether it succeeded, and its output."""
     (checkout.root / "sitecustomize.py").write_text(STAND_IN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[2]}")
         patch.setenv("BROKEN", broken)
         log = checkout.root / "snakemake.log"
         status = checkout.start("snakemake", *PROFILE, log=log).wait()
-    print(log.read_text())
-    return status
+    print(f"broken: {broken}\n{log.read_text()}")
+    return status == 0, log.read_text()
 
 
-@pytest.mark.parametrize(("stage", "how", "is_edited"), BREAKS)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("edit", "stages"), BREAKS.values(), ids=BREAKS)
 def test_a_broken_stage_and_what_follows_is_to_do_again(
-    made: Checkout, tmp_path: Path, stage: str, how: str, is_edited: bool
+    made: Checkout, tmp_path: Path, edit: dict[str, Any], stages: tuple[str, ...]
 ) -> None:
+    """Each run does the stage that broke in the run before, and breaks in the next one."""
     checkout = Checkout(Path(shutil.copytree(made.root, tmp_path / "copy", symlinks=True)))
-    if is_edited:
-        checkout.configure(**EDITS[stage])
+    if edit:
+        checkout.configure(**edit)
     else:
         for made_before in ("runs", ".snakemake"):
             shutil.rmtree(checkout.root / made_before)
-    assert run(checkout, f"{stage}:{how}") != 0
-    log = (checkout.root / "snakemake.log").read_text()
-    assert how != "Ctrl-C" or stage == "train" or "The same command continues it." in log
-    if how == "kill all":
-        assert run(checkout) != 0
-        *_, unlock = (checkout.root / "snakemake.log").read_text().strip().splitlines()
-        assert unlock.endswith(" --unlock")
-        checkout(*shlex.split(unlock))
-    todo = dry_run(checkout)[0]
-    assert {*STAGES[max(STAGES.index(stage), STAGES.index("train")) :]} <= {*todo} and stage in todo
-    assert run(checkout) == 0
+    breaks = [f"{stage}:{HOW[(STAGES.index(stage) + (0 if edit else 3)) % len(HOW)]}" for stage in stages]
+    for first, broken in zip((stages[0], *stages), (*breaks, ""), strict=True):
+        succeeded, log = run(checkout, broken)
+        later = {first, "train", *AFTER_TRAINING}
+        assert planned(log) & later == later - {*STAGES[: STAGES.index(first)]} and succeeded == (not broken)
+        assert broken == "train:Ctrl-C" or "Ctrl-C" not in broken or "The same command continues it." in log
+        if broken.endswith("kill all"):
+            succeeded, log = run(checkout)
+            *_, unlock = log.strip().splitlines()
+            assert not succeeded and unlock.endswith(" --unlock")
+            checkout(*shlex.split(unlock))
     assert dry_run(checkout)[0] == []

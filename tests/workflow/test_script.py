@@ -21,7 +21,7 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     more = ("--checkpoints", "$SHARDMAKE_CHECKPOINTS", "--losses", "losses.json", "--die_after", "2")
     data = ("--data", "$SHARDMAKE_RAW_DATA/train.jsonl")
     raw = RUN["data"] | {"format": "raw"}
-    checkout.evaluate_few().configure(
+    checkout.configure(
         strategy="zero2", max_steps=4, script=str(SCRIPT), script_args=[*ARGUMENTS, *data, *more], data=raw
     )
     failed = checkout("snakemake", *PROFILE, check=False)
