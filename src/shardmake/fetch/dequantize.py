@@ -13,7 +13,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardmake.checkpoint.formats import huggingface
+from shardmake.checkpoint.formats import huggingface, quantized
 from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.core.errors import ModelError
 from shardmake.fetch.copied_base import copy_small_files, new_model, reader, refuse_existing, write_weights
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
-QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of E2M1 (OCP Microscaling Formats, section 5.3.3)."""
 _WORD: Final = 32
@@ -93,7 +92,7 @@ def dequantize(source: Path, out: Path) -> None:
         )
         write_weights(staging, [((name, read(name)) for name in kept), made])
         for part in (config, config.get("text_config") or {}):
-            for key in (*QUANTIZATION_KEYS, "torch_dtype"):
+            for key in (*quantized.KEYS, "torch_dtype"):
                 part.pop(key, None)
         copy_small_files(source, staging, {**config, "dtype": "bfloat16"})
     logger.info(
@@ -135,10 +134,13 @@ def _in_one(layout: Quantized, dtype: str, numbers: _Numbers) -> int:
 
 
 def _declared(config: Mapping[str, Any], source: Path) -> tuple[tuple[Quantized, ...], Mapping[str, Any]]:
-    text = config.get("text_config") or {}
-    found = next((part[key] for part in (config, text) for key in QUANTIZATION_KEYS if part.get(key)), None)
+    _, found = quantized.declared(config) or ("", None)
     if found is None:
         raise ModelError(f"Cannot dequantize {source}: its config.json declares no quantized weights. Use it as it is.")
+    if (found.get("transform_config") or {}).get("config_groups"):
+        raise ModelError(
+            f"Cannot dequantize {source}: its transform_config rotates weights, which is not undone. {_BY_TRANSFORMERS}"
+        )
     layouts = METHODS.get(found.get("quant_method", ""))
     if layouts is None:
         raise ModelError(

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmake.checkpoint.formats import quantized
 from shardmake.checkpoint.formats.huggingface import MODEL, MODEL_BIN, is_licence
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import cached_snapshot, commit_of, git_object_id, list_files, translate_hub_errors, with_retries
@@ -149,9 +150,21 @@ def _missing_weights(folder: Path, pending: Container[str]) -> list[str]:
         return name in pending or ((folder / name).is_file() and (folder / name).stat().st_size > 0)
 
     for files in (MODEL, MODEL_BIN):  # in the order of transformers
-        if is_available(files.single):
-            return []
+        if files.single in pending or (folder / files.single).is_file():  # an empty one, too
+            return [] if is_available(files.single) else [f"the content of {files.single}, which is empty"]
         if (folder / files.index).is_file():
             shards = sorted(set(json.loads((folder / files.index).read_text())["weight_map"].values()))
             return [name for name in shards if not is_available(name)]
     return ["its weights (model.safetensors)"]
+
+
+def check_types(folder: Path) -> None:
+    """Raise `ModelError` for quantized weights that config.json does not declare; the plan refuses declared ones."""
+    if quantized.declared(json.loads((folder / "config.json").read_text())):
+        return
+    if found := quantized.find_quantized(folder):
+        raise ModelError(
+            f"Model cannot be trained: its config.json declares no quantized weights, but {found.name} in {folder} has "
+            f"the type {found.dtype}. Name the same model in 16 or 32 bits, or copy the config.json that was published "
+            "with these weights."
+        )

@@ -30,7 +30,7 @@ from shardmake.fetch import adapter, chain, store
 from shardmake.fetch import model as hub
 from shardmake.fetch.adapter import Merge
 from shardmake.fetch.hub_data import write_split
-from shardmake.fetch.model import FETCH_AGAIN, check_model_folder, choose_files, find_in_cache, is_weights
+from shardmake.fetch.model import FETCH_AGAIN, check_model_folder, check_types, choose_files, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
 from shardmake.run.sources import PinnedSource, Sources, missing_files, model_before, read_sources
@@ -77,9 +77,13 @@ def _weights(run: Run, rundir: RunDir, model: PinnedSource, merge: Merge | None)
     if (before := run_before(model.name)) is not None:
         logger.info(f"Checking the model of run {before} and linking its weights.")
         return chain.link_weights(rundir.sibling(before), rundir.base_model, run)
-    if model.commit is None and model.listing is None:
+    is_local = model.commit is None and model.listing is None
+    if not is_local:
+        _fetch_weights(model)
+    if not run.script:
+        check_types(Path(model.path))
+    if is_local:
         return _local_weights(model, rundir)
-    _fetch_weights(model)
     complete = read_named(Path(model.path), [*model.files], record) if model.listing else model.files
     return WeightsReceipt(files=complete)
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from shardmake.checkpoint.formats import quantized
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
@@ -191,7 +192,7 @@ def describe_quantized_base(model: Model, run: Run) -> list[str]:
     Only a script may train such a base, because it may dequantize it, or merge its adapters in its own way. Others get
     an estimate, with the base that they need.
     """
-    found = _declared_quantization(model.config)
+    found = quantized.declared(model.config)
     counted = "16 or 32 bits, as if it were dequantized"
     if run.method_spec.in_four_bits:
         counted = f"4 bits, as for method: {run.method}"
@@ -209,7 +210,7 @@ def check_not_quantized(model: Model) -> None:
 
     Training them in 16 or 32 bits and merging would pair the new weights with a config that declares the old format.
     """
-    if found := _declared_quantization(model.config):
+    if found := quantized.declared(model.config):
         raise ModelError(
             f"Model cannot be trained: {model.source} declares quantized weights ({_named(*found)}). "
             f"{_other_bases(found[1])}"
@@ -235,17 +236,6 @@ def _how_to_dequantize(declared: Any) -> str:
         (DEQUANTIZED_AFTER_LOADING, f"{saved} transformers, call the model's dequantize() and save_pretrained"),
     )  # fmt: skip
     return next((f", or {way}" for methods, way in ways if method in methods), "")
-
-
-def _declared_quantization(config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the key of config.json about quantized weights, of the whole model or of its text part, and its value.
-
-    ``compression_config`` is what compressed-tensors wrote before its format had a place in transformers.
-    """
-    text = config.get("text_config")
-    parts = [config, text] if isinstance(text, Mapping) else [config]
-    keys = ("quantization_config", "compression_config")
-    return next(((key, part[key]) for part in parts for key in keys if part.get(key)), None)
 
 
 def check_class(config: Any, trained: str, source: str) -> None:

@@ -5,16 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import utils
 
 from shardmake.consolidate.aux_files import copy_aux_files, find_aux_files
 from shardmake.core.errors import ModelError
 
+PROCESSOR = [
+    utils.PROCESSOR_NAME, utils.IMAGE_PROCESSOR_NAME, utils.VIDEO_PROCESSOR_NAME, utils.FEATURE_EXTRACTOR_NAME,
+    utils.AUDIO_TOKENIZER_NAME,
+]  # fmt: skip
+"""The files of a composite's processor beside its chat template."""
 PUBLISHED = {
     "tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}, "added_tokens": []}',
     "vocab.json": '{"a": 0, "b": 1}', "merges.txt": "#version: 0.2\na b\n",
     "tokenizer_config.json": '{"chat_template": "{{ messages }}", "model_max_length": 131072}',
     "generation_config.json": '{"temperature": 0.7, "transformers_version": "4.37.0"}',
-    "preprocessor_config.json": "{}", "LICENSE": "Apache", "NOTICE.txt": "by the lab", "licence.md": "terms",
+    **dict.fromkeys(PROCESSOR, "{}"), "LICENSE": "Apache", "NOTICE.txt": "by the lab", "licence.md": "terms",
 }  # fmt: skip
 RESAVED = {
     "tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}, "added_tokens": []}',

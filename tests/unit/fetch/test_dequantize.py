@@ -159,6 +159,10 @@ MXFP6 = {
 REFUSED: list[tuple[dict[str, Any], Tensors, str]] = [
     ({}, {}, "declares no quantized weights"),
     ({"quant_method": "gptq"}, {}, "method 'gptq' is not known. Known are fp8, mxfp4, compressed-tensors"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, {}, "method 'modelopt' is not known"),
+    ({"quant_method": "fbgemm_fp8"}, {}, "method 'fbgemm_fp8' is not known"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, {},
+     "its transform_config rotates weights"),
     ({"quant_method": "compressed-tensors"}, {"q.weight_packed": torch.zeros(2, dtype=torch.int32)}, "no weight of it"),
     ({"quant_method": "compressed-tensors"}, {
         "q.weight_packed": torch.zeros(8, 3, dtype=torch.int32), "q.weight_scale": torch.ones(8, 1),
@@ -173,7 +177,7 @@ REFUSED: list[tuple[dict[str, Any], Tensors, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "tensors", "sentence"), REFUSED, ids=[row[2][:12] for row in REFUSED])
+@pytest.mark.parametrize(("settings", "tensors", "sentence"), REFUSED, ids=[row[2][:16] for row in REFUSED])
 def test_what_cannot_be_dequantized(tmp_path: Path, settings: dict[str, Any], tensors: Tensors, sentence: str) -> None:
     save(tmp_path / "base", "qwen3_moe", settings)
     save_file(tensors or {"a": torch.ones(1)}, tmp_path / "base/model.safetensors", {"format": "pt"})

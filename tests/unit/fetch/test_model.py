@@ -1,9 +1,12 @@
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.checkpoint.formats.huggingface import read, weight_names
@@ -226,6 +229,36 @@ def test_one_file_of_weights_counts_before_an_index(tmp_path: Path) -> None:
         assert all(torch.equal(loaded[name], weight) for name, weight in second.state_dict().items())
         held_in = {piece.record.path.name for one in read(tmp_path).tensors.values() for piece in one.pieces}
         assert held_in == {"model.safetensors"} and weight_names(tmp_path) == loaded.keys()
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SafetensorError):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ShardmakeError, match=r"the content of model\.safetensors, which is empty"):
+        check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "dtype", "config", "settings", "refused"), [
+    ("q.weight", torch.float8_e4m3fn, {}, {}, True),
+    ("q.weight_scale", torch.float8_e8m0fnu, {}, {}, True),
+    ("q.weight_packed", torch.uint8, {}, {}, True),
+    ("q.qweight", torch.int32, {}, {}, True),
+    ("q.weight", torch.float8_e4m3fn, {"quantization_config": {"quant_method": "fp8"}}, {}, False),
+    ("q.weight", torch.float8_e4m3fn, {}, {"script": "train.py"}, False),
+    ("q.weight", torch.float16, {}, {}, False),
+    ("attn.bias", torch.uint8, {}, {}, False),
+    ("position_ids", torch.int64, {}, {}, False),
+])  # fmt: skip
+def test_quantized_weights_that_no_config_declares(  # type: ignore[no-untyped-def]
+    tmp_path: Path, rundir: RunDir, name: str, dtype: torch.dtype, config, settings, refused: bool
+) -> None:
+    """transformers converts them without their scales."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_file({"a": torch.ones(1), name: torch.zeros(2).to(dtype)}, tmp_path / "model.safetensors")
+    run = make_run(model=str(tmp_path), data={"train": str(tmp_path / "train.jsonl")}, **settings)
+    with pytest.raises(ShardmakeError, match=f"but {name} in .* has the type") if refused else nullcontext():
+        fetch(run, rundir)
+    assert rundir.weights_receipt.exists() is not refused
 
 
 @pytest.mark.parametrize(("there", "chosen"), [

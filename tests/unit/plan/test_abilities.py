@@ -289,6 +289,8 @@ REFUSED = [
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),
     ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, {},
      r"\(quantization_config: gptq\)\. Name the same model in 16 or 32 bits\. For adapters on a base in 4 bits name that"),
+    ({**LLAMA, "quantization_config": {"quant_method": "modelopt"}}, {}, r"modelopt\)\. Name the same model in 16 or 32 bits\. F"),
+    ({**LLAMA, "quantization_config": {"quant_method": "fbgemm_fp8"}}, {}, r"fbgemm_fp8\)\. Name the same model in 16 or 32 bits\. F"),
     ({**LLAMA, "quantization_config": {"quant_method": "bitsandbytes"}}, {"method": "lora"},
      r"or save one: load it with transformers, call the model's dequantize\(\) and save_pretrained\."),
     ({**LLAMA, "compression_config": {"quant_method": "compressed-tensors"}}, {},
