@@ -30,8 +30,6 @@ TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word i
     ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
     ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
     ("slurm: {~: 1}", "slurm.None: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-    ("8: 1", "8: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
-    ("on: 1", "1: YAML reads this name as a number, as null, or as true or false. Put it in quotes."),
     ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
     ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
     ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),

@@ -49,14 +49,6 @@ def test_every_key_has_a_line_and_a_description(model: type[Section]) -> None:
             assert re.search(rf"^\| `{key}` \|.*{re.escape(words)} \|$", text, re.M)
 
 
-def test_rows_of_another_section_are_named_once_and_whole_numbers_are_ranges() -> None:
-    text = config_reference.readme_text()
-    assert "\nAs in [`runs.NAME.dpo`](#runsnamedpo): `beta`, `reference`.\n" in text
-    assert text.count("| `beta` | number > 0 and <= 1,000, **`0.1`** |") == 1
-    assert "\n| `tensor_parallel` | 1 to 1,024, **`1`** |" in text
-    assert "\n| `packing` | **`true`**, `false` |" in text and "\n| `model` | text, **required** |" in text
-
-
 def test_every_link_leads_to_a_heading() -> None:
     text = config_reference.readme_text()
     anchors = {heading.replace(".", "").lower() for heading in re.findall(r"^### `([\w.]+)`$", text, re.M)}
