@@ -86,17 +86,22 @@ def config_options(
 def refuse_config_options(arguments: Sequence[str]) -> None:
     """Raise `ConfigError` if Snakemake would end with a traceback because of ``--configfile`` or ``--config``.
 
-    A file must exist, have keys and be valid YAML, and a key of the command line a section. Snakemake reads both before
-    the workflow, and its own message names neither the file nor the line.
+    A file must exist, have keys and be valid YAML, and the command line have sections and values. Snakemake reads both
+    before the workflow, and its own message names neither the file nor the line.
     """
     try:
         options = config_options(arguments, exit_on_error=False)[0]
     except argparse.ArgumentError:
         return  # Snakemake reports it
     for override in options.config:
-        section, *keys = override.partition("=")[0].split(".")
+        dotted, equals, value = override.partition("=")
+        section, *keys = dotted.split(".")
+        if not equals:
+            raise ConfigError(
+                f"--config: {override!r} has no value. The option takes every word after it as KEY=VALUE. Write "
+                "targets before it, such as `plan --config KEY=VALUE`."
+            )
         if keys:
-            value = override.partition("=")[2]
             for key in reversed(keys):
                 value = f"{{{key}: {value}}}"
             raise ConfigError(

@@ -59,7 +59,7 @@ def check_sources(run: Run) -> list[int]:
         if silent:
             logger.warning(
                 f"{part.source}: examples with an answer without text: {silent:,}. The model learns to end it at once. "
-                "Remove these examples, or write weight: 0 in the messages without text."
+                "Remove these examples; for sft, weight: 0 in a message without text leaves it out of the loss."
             )
     return counts
 

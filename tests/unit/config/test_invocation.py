@@ -112,6 +112,7 @@ def test_files_are_checked_before_snakemake_reads_them(tmp_path: Path, monkeypat
         (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),
         (["--configfile", ""], "--configfile: the name is empty. "),
         (["--configfile="], "--configfile: the name is empty. "),
+        (["--config", "cluster=good.yaml", "plan"], "--config: 'plan' has no value. .* Write targets before it"),
         (["-C", "runs.r1.max_steps=5"], r".* Write .*: --config 'runs=\{r1: \{max_steps: 5\}\}'\."),
     ):
         with pytest.raises(SystemExit, match=f"^Error: {message}"):
