@@ -240,13 +240,12 @@ def written_down(family: Family, config: Mapping[str, Any], source: str, root: s
     layers = [(kind, n in decoder.unrotated, n < decoder.dense) for n, kind in enumerate(_kinds(family, config))]
     corrections = 4 * decoder.count * max(0, decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
     rotary = 4 * (decoder.table_width // 2) * 2  # inv_freq and its original, fp32
-    scalars = 4 * decoder.layers if family.layer_scalar else 0
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
         tensors=_tensors(decoder, family, values),
         tied=bool(values.get("tie_word_embeddings")),
-        buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + scalars + corrections,
+        buffer_bytes=rotary + 4 * (family.scaled_embedding + family.layer_scalar * decoder.layers) + corrections,
         block_classes=(f"{family.name}{family.layer}",),
         hidden_size=decoder.h,
         vocab_size=decoder.v,

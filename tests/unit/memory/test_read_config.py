@@ -66,8 +66,7 @@ BAD = [
     ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
     ({"model_type": "olmo2", "vocab_size": None}, "vocab_size is missing"),
     ({"model_type": "mistral", "num_key_value_heads": None}, "rejects this config: .* 'num_key_value_heads'"),
-    ({"model_type": "mistral", "num_key_value_heads": ...},
-     "4 num_attention_heads cannot share 8 num_key_value_heads, the default of mistral,"),
+    ({"model_type": "mistral", "num_key_value_heads": ...}, "4 .* share 8 num_key_value_heads, the default of mistral,"),
     *ROTARY, *(({"model_type": "olmo2", **change}, sentence) for change, sentence in ROTARY),
 ]  # fmt: skip
 
