@@ -215,6 +215,7 @@ OPTIONAL_SIZES = (
 )  # fmt: skip
 MOST_LAYERS = 10_000  # each has its own weights and events
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_NEVER_NULL = ("tie_word_embeddings", "attention_bias", "mlp_bias", "attention_dropout", "max_position_embeddings")
 LISTED = ("layer_types", "no_rope_layers")
 """Keys of config.json with an item for each layer."""
 
@@ -228,23 +229,23 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
         return None
     listed = [config[key] for key in LISTED if config.get(key) and (family.full_every or family.rotates != "all")]
     fits = all(isinstance(one, list) and len(one) == config.get("num_hidden_layers") for one in listed)
-    return family if fits and _gives_sizes(family, config) else None
+    # Null is not the default: the class has another value for it, or rejects it.
+    nulls = any(config.get(key, 0) is None for key in {*_NEVER_NULL, *family.defaults} - {"q_lora_rank"})
+    return family if fits and not nulls and _gives_sizes(family, config) else None
 
 
 def written_down(family: Family, config: Mapping[str, Any], source: str, root: str = "model") -> Model:
     """Return the model of ``family`` that ``config`` describes, with its layers in the module ``root``."""
     decoder, values = _decoder(family, config, root), _filled(family, config)
-    kinds = enumerate(_kinds(family, config))
-    layers = [(kind, index in decoder.unrotated, index < decoder.dense) for index, kind in kinds]
+    layers = [(kind, n in decoder.unrotated, n < decoder.dense) for n, kind in enumerate(_kinds(family, config))]
     corrections = 4 * decoder.count * max(0, decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
     rotary = 4 * (decoder.table_width // 2) * 2  # inv_freq and its original, fp32
-    scalars = 4 * decoder.layers if family.layer_scalar else 0
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
         tensors=_tensors(decoder, family, values),
         tied=bool(values.get("tie_word_embeddings")),
-        buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + scalars + corrections,
+        buffer_bytes=rotary + 4 * (family.scaled_embedding + family.layer_scalar * decoder.layers) + corrections,
         block_classes=(f"{family.name}{family.layer}",),
         hidden_size=decoder.h,
         vocab_size=decoder.v,
@@ -258,8 +259,7 @@ def written_down(family: Family, config: Mapping[str, Any], source: str, root: s
 
 def _tensors(decoder: Decoder, family: Family, values: Mapping[str, Any]) -> tuple[ParameterSpec, ...]:
     biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
-    tied = bool(values.get("tie_word_embeddings"))
-    return tuple(decoder_tensors(decoder, biases, values["intermediate_size"], tied))
+    return tuple(decoder_tensors(decoder, biases, values["intermediate_size"], bool(values.get("tie_word_embeddings"))))
 
 
 @lru_cache(maxsize=MODELS)

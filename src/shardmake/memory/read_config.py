@@ -235,7 +235,7 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     if isinstance(padding, int) and isinstance(words, int) and padding >= words:
         raise _invalid(f"{source}: pad_token_id is {padding}, but vocab_size is {words}")
     heads, given = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    groups = given or (family and family.defaults.get("num_key_value_heads")) or heads
+    groups = config.get("num_key_value_heads", family and family.defaults.get("num_key_value_heads")) or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         shared = f"{groups} num_key_value_heads" + ("" if given else f", the default of {config['model_type']},")
         raise _invalid(f"{source}: {heads} num_attention_heads cannot share {shared} evenly")

@@ -116,7 +116,7 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize("more", [
     {"mlp_layer_types": ["sparse", "dense"]}, {"mlp_layer_types": ["dense"]}, {"mlp_layer_types": 1},
     {"output_router_logits": True}, {"n_shared_experts": 0}, {"v_head_dim": "10"}, {"per_layer_config": WIDE},
-    {"model_type": "dots1", "sliding_window": 64},
+    {"model_type": "dots1", "sliding_window": 64}, {"head_dim": None, "model_type": "seed_oss"}, {"n_shared_experts": None},
 ], ids=str)  # fmt: skip
 def test_a_model_that_its_family_does_not_describe_is_traced(more: dict) -> None:
     config = {**SIZES, **LATENT, "model_type": "glm4_moe_lite", **more}

@@ -65,8 +65,8 @@ BAD = [
     ({"pad_token_id": 320}, "pad_token_id is 320, but vocab_size is 320"),
     ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
     ({"model_type": "olmo2", "vocab_size": None}, "vocab_size is missing"),
-    ({"model_type": "mistral", "num_key_value_heads": None},
-     "4 num_attention_heads cannot share 8 num_key_value_heads, the default of mistral,"),
+    ({"model_type": "mistral", "num_key_value_heads": None}, "rejects this config: .* 'num_key_value_heads'"),
+    ({"model_type": "mistral", "num_key_value_heads": ...}, "4 .* share 8 num_key_value_heads, the default of mistral,"),
     *ROTARY, *(({"model_type": "olmo2", **change}, sentence) for change, sentence in ROTARY),
 ]  # fmt: skip
 
@@ -74,7 +74,7 @@ BAD = [
 @pytest.mark.parametrize(("change", "sentence"), BAD, ids=lambda value: str(value)[:30])
 def test_bad_configs_are_rejected(change: dict, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, **change}))
+    path.write_text(json.dumps({key: value for key, value in {**LLAMA, **change}.items() if value is not ...}))
     with pytest.raises(ModelError, match=sentence):
         read_model(str(path))
 
