@@ -237,7 +237,7 @@ def is_adapter(contents: Contents) -> bool:
 def split(contents: Contents) -> Adapter:
     """Separate adapter and base weights; raise `CheckpointError` for several adapters and for unknown parts of one."""
     parts: dict[str, dict[str, StoredTensor]] = {}
-    saved, base = {}, {}
+    saved, base = dict[str, StoredTensor](), dict[str, StoredTensor]()
     unused = _unused_adapter(contents)
     for name, tensor in contents.tensors.items():
         plain = name.removeprefix(PREFIX)
