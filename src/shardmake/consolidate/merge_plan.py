@@ -38,13 +38,14 @@ def resolve_ties(
     that does not hold are kept; otherwise raise `CheckpointError`, because dropping one would lose it.
     """
     found = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
-    untied, trained = {}, contents.trained
+    untied, trained, same = {}, contents.trained, set[str]()
     for pair in ties:
         alias, owner = pair
         held = [found[name] for name in pair if name in found and alias != owner]
         apart = [name for name in pair if name in trained]
         if len(held) == 2 and have_same_bytes(*held) and _have_same_change(*held, is_apart=bool(apart)):
             del found[alias]
+            same |= {*pair}
         elif len(held) == 2 or (held and apart):
             untied[alias] = owner
             before = {name: trained[name] if name in trained else found.get(name) for name in pair}
@@ -67,7 +68,8 @@ def resolve_ties(
             f"{f': the adapter trained {alone}' if alone else ''}. {advice}"
         )
     _refuse_misfits(found.values())
-    return replace(contents, tensors=found, aliases={}), untied
+    left = {name: tensor for name, tensor in trained.items() if name not in same}  # ties are resolved once more
+    return replace(contents, tensors=found, aliases={}, trained=left), untied
 
 
 def _with_rows(alias: StoredTensor, owner: StoredTensor) -> StoredTensor:

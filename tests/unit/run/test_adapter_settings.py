@@ -336,6 +336,13 @@ def test_one_side_of_a_tie(values: dict[str, Any], keep_embeddings: bool, tmp_pa
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def test_both_sides_of_a_tie_with_the_same_values(tmp_path: Path) -> None:
+    """PEFT saves both if the vocabulary was resized, although neither was trained."""
+    trained = make_adapter(tmp_path, base_model(tie_word_embeddings=True))
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    assert away(tmp_path, trained) < 1e-5
+
+
 DAMAGE: list[Any] = [
     None, True, -1, 0, 10**30, 1.5, float("inf"), "text", "(", [], [[]], {}, {"q_proj": "x"}, {"(": 1}, [1, "a"],
 ]  # fmt: skip

@@ -237,23 +237,30 @@ def is_adapter(contents: Contents) -> bool:
 def split(contents: Contents) -> Adapter:
     """Separate adapter and base weights; raise `CheckpointError` for several adapters and for unknown parts of one."""
     parts: dict[str, dict[str, StoredTensor]] = {}
-    saved, base = {}, {}
+    saved, base = dict[str, StoredTensor](), dict[str, StoredTensor]()
     unused = _unused_adapter(contents)
     for name, tensor in contents.tensors.items():
         plain = name.removeprefix(PREFIX)
         if unused is not None and _adapter_name(plain) == unused:
             continue
         if part := _PART.fullmatch(plain):
-            parts.setdefault(part["module"], {})[part["part"]] = tensor
+            held, key = parts.setdefault(part["module"], {}), part["part"]
         elif full := _SAVED.fullmatch(plain):
-            saved[f"{full[1]}.{full['weight']}"] = tensor
-        elif not _ORIGINAL.fullmatch(plain):
-            if _OTHER_PART.fullmatch(plain):
-                raise CheckpointError(
-                    f"Cannot merge {contents.folder}. The tensor {name} belongs to an adapter type that is not "
-                    f"supported. {WITH_PEFT}"
-                )
-            base[_BASE.sub(".", plain)] = tensor
+            held, key = saved, f"{full[1]}.{full['weight']}"
+        elif _ORIGINAL.fullmatch(plain):
+            continue
+        elif _OTHER_PART.fullmatch(plain):
+            raise CheckpointError(
+                f"Cannot merge {contents.folder}. The tensor {name} belongs to an adapter type that is not "
+                f"supported. {WITH_PEFT}"
+            )
+        else:
+            held, key = base, _BASE.sub(".", plain)
+        if (other := held.setdefault(key, tensor)) is not tensor:
+            raise CheckpointError(
+                f"Cannot merge {contents.folder}. {other.name} and {name} are one tensor of the adapter, and PEFT "
+                "loads at most one of them. Delete the other, or save the adapter again with save_pretrained."
+            )
     if any(_QUANTIZED.fullmatch(name) or tensor.dtype == "U8" for name, tensor in contents.tensors.items()):
         base = {}
     # PEFT's own file and its part of a model's states hold no base weights, only those that were trained in full.

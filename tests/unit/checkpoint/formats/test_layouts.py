@@ -138,20 +138,25 @@ def files(*names: str) -> Writer:
     return write
 
 
-def without_weights(weights: Weights, place: Path) -> Path:
-    """The files of a rank of ZeRO-3 or FSDP that holds none of the adapter's weights."""
-    get_peft_model(LlamaForCausalLM(SHAPE), LoraConfig(target_modules=["q_proj"])).save_pretrained(place)
-    save_file({}, place / "adapter_model.safetensors")
-    return place
+def adapter(change: Callable[[Weights], Weights]) -> Writer:
+    """Return a function that writes a PEFT folder whose tensors are changed."""
+
+    def write(weights: Weights, place: Path) -> Path:
+        get_peft_model(LlamaForCausalLM(SHAPE), LoraConfig(target_modules=["q_proj"])).save_pretrained(place)
+        save_file(change(load_file(place / "adapter_model.safetensors")), place / "adapter_model.safetensors")
+        return place
+
+    return write
 
 
-def other_names(weights: Weights, place: Path) -> Path:
-    """The names of Kohya's scripts in a PEFT folder."""
-    get_peft_model(LlamaForCausalLM(SHAPE), LoraConfig(target_modules=["q_proj"])).save_pretrained(place)
-    held = load_file(place / "adapter_model.safetensors")
-    named = {n.replace("lora_A", "lora.down").replace("lora_B", "lora.up"): weight for n, weight in held.items()}
-    save_file(named, place / "adapter_model.safetensors")
-    return place
+def other_names(held: Weights) -> Weights:
+    """Return the names of Kohya's scripts."""
+    return {n.replace("lora_A", "lora.down").replace("lora_B", "lora.up"): weight for n, weight in held.items()}
+
+
+def twice(held: Weights) -> Weights:
+    """Return the tensors, and others under the names without PEFT's prefix, which PEFT does not load."""
+    return {**held, **{n.removeprefix("base_model.model."): weight + 1 for n, weight in held.items()}}
 
 
 def of_ranks(weights: Weights, place: Path) -> Path:
@@ -170,8 +175,15 @@ REFUSED: dict[str, tuple[Writer, str]] = {
     "Megatron ranks": (files("mp_rank_00/model_optim_rng.pt"), MEGATRON),
     "Meta": (files("consolidated.00.pth"), r"of Meta's Llama.* convert_llama_weights_to_hf"),
     "HuggingFaceStorageWriter": (of_ranks, r"of torch's HuggingFaceStorageWriter.* enable_consolidation=True"),
-    "an adapter without weights": (without_weights, r"Its adapter holds no weights: .*Merge the sharded checkpoint"),
-    "an adapter of other names": (other_names, r"(?s)\A(?!.*--allow).*q_proj\.lora\.down\.weight is not part of Llama"),
+    "an adapter without weights": (
+        adapter(lambda held: {}),
+        r"Its adapter holds no weights: .*Merge the sharded checkpoint",
+    ),
+    "an adapter of other names": (
+        adapter(other_names),
+        r"(?s)\A(?!.*--allow).*q_proj\.lora\.down\.weight is not part of Llama",
+    ),
+    "an adapter twice": (adapter(twice), r"base_model\.model\.(\S+) and \1 are one tensor .*Delete the other"),
     "verl, incomplete": (lambda w, p: save(w, p / "model_world_size_2_rank_0.pt").parent, r"the file of rank 1"),
     "a step in the model": (lambda w, p: save({"model": {**w, "step": 3}}, p / "a.pt"), r"step in it is not a tensor"),
     "shards, incomplete": (files("ft-model-00001-of-00002.bin"), r"1 shards of ft-model of 2"),
