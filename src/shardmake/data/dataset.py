@@ -15,7 +15,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
 import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
@@ -36,10 +35,12 @@ class _Split(Dataset[Any]):
     """
 
     def __init__(self, folder: Path, split: Literal["train", "eval"]) -> None:
+        import pyarrow  # 40 MiB that a plan, which tries a `Collator`, does not need
+
         DataReceipt.read(folder / DATA_RECEIPT)
         files = [file["filename"] for file in json.loads((folder / split / "state.json").read_text())["_data_files"]]
-        maps = [pa.memory_map(str(folder / split / file)) for file in files]
-        self._batches = [batch for file in maps for batch in pa.ipc.open_stream(file)]
+        maps = [pyarrow.memory_map(str(folder / split / file)) for file in files]
+        self._batches = [batch for file in maps for batch in pyarrow.ipc.open_stream(file)]
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
@@ -68,12 +69,11 @@ class Sequences(_Split):
 
         Labels are -100 for tokens without loss; position ids restart at 0 with each example.
         """
-        lists = {name: value for name, value in self._row(index).items() if pa.types.is_list(value.type)}
-        row = {name: value.values.to_numpy(zero_copy_only=False) for name, value in lists.items()}
-        ids = torch.from_numpy(row["input_ids"].astype("int64"))
-        learned = torch.from_numpy(row["loss_mask"])
-        positions = torch.cat([torch.arange(int(length)) for length in row["seq_lengths"]])
-        return {"input_ids": ids, "labels": ids.where(learned, IGNORED), "position_ids": positions}
+        row, names = self._row(index), ("input_ids", "loss_mask", "seq_lengths")
+        tokens, learned, lengths = (row[name].values.to_numpy(zero_copy_only=False) for name in names)
+        ids = torch.from_numpy(tokens.astype("int64"))
+        positions = torch.cat([torch.arange(int(length)) for length in lengths])
+        return {"input_ids": ids, "labels": ids.where(torch.from_numpy(learned), IGNORED), "position_ids": positions}
 
 
 @dataclass(frozen=True)

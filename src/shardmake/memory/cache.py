@@ -17,9 +17,12 @@ from shardmake.core.log import warn_while_slow
 
 _LIBRARIES = (
     "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
-    "torch.fx.experimental.symbolic_shapes", "shardmake.memory.tracer",
+    "torch.fx.experimental.symbolic_shapes", "shardmake.memory.tracer", "shardmake.plan.inspect_model",
 )  # fmt: skip
-"""Imports of the helpers besides a model's own classes: what all decoders need, as a Llama does, and a first trace."""
+"""Imports of the helpers besides a model's own classes: those of a Llama, of a first trace and of a plan's questions.
+
+An import in a fork would copy up to 30 MiB of what was imported before, as some libraries look at all modules.
+"""
 
 
 def cached_path(module: str, request: Mapping[str, Any], sources: tuple[Path, ...] = ()) -> Path:
@@ -54,5 +57,7 @@ def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
     More threads would only wait for each other in models as small as these.
     """
     alone = {"TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    kind = request.get("config", {}).get("model_type")
+    own = [f"transformers.models.{kind}.modeling_{kind}"] if kind else []
     with warn_while_slow(f"{doing}. The result is kept for the next time."):
-        return run_module(module, request, {**os.environ, **alone}, libraries=_LIBRARIES)
+        return run_module(module, request, {**os.environ, **alone}, libraries=(*_LIBRARIES, *own))

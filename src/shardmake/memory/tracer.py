@@ -73,7 +73,7 @@ def _runs(request: Mapping[str, Any]) -> bool:
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
-    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.ddp`."""
+    """Return the events of a micro step, in the form of `shardmake.memory.ddp`."""
     (events,) = _steps(request, [(request["micro_batch"], request["sequence_length"])])
     return [event[:3] for event in events]
 
@@ -138,23 +138,23 @@ def _steps(
     emulate_gpu_kernels()
     model = prepare(request)
     recorder = Recorder(most_alike)
-    found = []
+    found: list[list[Event]] = []
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(_FAKE.FakeTensorMode(allow_non_fake_inputs=True))
         materialize(model, request)
-        # The first step fills caches, such as those of autocast, of kernels and of fake tensors.
         inputs = [
-            _inputs(model, rows, length // request["sequence_parallel"], request["masked"])
-            for rows, length in (sizes[0], *sizes)
+            _inputs(model, rows, length // request["sequence_parallel"], request["masked"]) for rows, length in sizes
         ]
         _mark(model, recorder)
         stack.enter_context(recorder)
+        recorder.start([*model.parameters(), *model.buffers()])
         for one in inputs:
-            recorder.start(one.values())
             _micro_step(model, one, request, recorder, forward_only)
+            if not found and recorder.holds_some():  # weights or tables that a model makes in its first step alone
+                _micro_step(model, one, request, recorder, forward_only)
             found.append(recorder.events)
-    return list(map(_in_order, found[1:]))
+    return list(map(_in_order, found))
 
 
 def _in_order(events: list[Event]) -> list[Event]:
@@ -228,6 +228,7 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
 def _micro_step(
     model: Any, inputs: dict[str, torch.Tensor], request: Mapping[str, Any], recorder: "Recorder", forward_only: bool
 ) -> None:
+    recorder.start(inputs.values())
     with _autocast(request):
         loss = _loss(model, inputs, request)
         if request["extra_forwards"]:
@@ -341,6 +342,10 @@ class Recorder(_DispatchMode):
         elif kind != "forward end" and index not in self._begun:
             self._begun.add(index)
             self.mark("backward block", index)
+
+    def holds_some(self) -> bool:
+        """Return True if a storage that appeared in this events is still there."""
+        return any(number >= self._first for _, number in self._known.values())
 
     def known_id(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage of ``tensor`` where it appeared in this events."""

@@ -10,12 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+import torch
+
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, stacked_parameters
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
+from shardmake.data.dataset import IGNORED, Collator, check_isolation
+from shardmake.data.varlen import KernelLimitError, register_cpu_kernel, register_varlen
 from shardmake.memory import parameter_inventory as inventory
 from shardmake.memory.families import NOT_TAKEN
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
@@ -81,7 +85,6 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
 
 def _sdpa_ignores_softcap() -> bool:
     """Return True if transformers computes other scores than a model with softcap asks for (5.17), in silence."""
-    import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     module, states = torch.nn.Module(), torch.arange(8.0).reshape(1, 1, 2, 4)
@@ -127,8 +130,6 @@ def _tried(
 
 def _has_plain_head(kind: ModelClass, config: Any) -> bool:
     """Return True if a small model's loss is the cross entropy of its last hidden states times its head."""
-    import torch
-
     ids = torch.arange(1, 24)[None]
 
     @torch.no_grad()
@@ -143,7 +144,6 @@ def _has_plain_head(kind: ModelClass, config: Any) -> bool:
 
 def _attends_in_kernel(kind: ModelClass, config: Any) -> bool:
     """Return True if, with a kernel that returns each token's own value, no token changes the logits of others."""
-    import torch
     from transformers import AttentionInterface
 
     even = True
@@ -182,8 +182,6 @@ def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remot
 
 
 def _build(kind: ModelClass, config: Any, source: str) -> "PreTrainedModel":
-    import torch
-
     with inventory.explained(f"{source}: transformers cannot build this model"), torch.device("meta"):
         model = kind.build(config, attn_implementation="eager")
     if not huggingface.recognise(Path(source).parent):  # else its files name all layers
@@ -193,15 +191,13 @@ def _build(kind: ModelClass, config: Any, source: str) -> "PreTrainedModel":
 
 def _drop_alike(model: "PreTrainedModel") -> None:
     """Keep one layer of each kind, which answers for all: each expert of each layer may be a weight in the files."""
-    from torch import nn
-
     paths = inventory.block_paths(model)
     kinds = inventory.layer_kinds(model, paths)
     parent, _, name = next(iter(paths), "").rpartition(".")[0].rpartition(".")
     if kinds:
         layers: Any = model.get_submodule(f"{parent}.{name}".lstrip("."))
         kept = sorted({kinds.index(kind) for kind in kinds})
-        setattr(model.get_submodule(parent), name, nn.ModuleList(layers[index] for index in kept))
+        setattr(model.get_submodule(parent), name, torch.nn.ModuleList(layers[index] for index in kept))
 
 
 def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:
@@ -210,8 +206,6 @@ def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:
     Raises a `ModelError` unless the class gives the same logits without them, and a loss that is a mean over the tokens
     that the ranks count.
     """
-    import torch
-
     why = "no small model of it could be built"
     for part in _small_models(kind, config, "eager"):
         try:
@@ -259,8 +253,6 @@ def _try_varlen(kind: ModelClass, config: Any) -> tuple[str, bool]:
 
     A small model must give the logits of eager attention, for rows of one example and for packed ones.
     """
-    from shardmake.data.varlen import KernelLimitError, register_cpu_kernel, register_varlen
-
     register_varlen()
     register_cpu_kernel()
 
@@ -280,10 +272,6 @@ def _try_varlen(kind: ModelClass, config: Any) -> tuple[str, bool]:
 
 def _logits_agree(model: "PreTrainedModel", *, packing: bool) -> bool:
     """Return True if two examples of a batch, rows or packed, get the logits that eager attention gives each alone."""
-    import torch
-
-    from shardmake.data.dataset import IGNORED, Collator
-
     first, second = torch.arange(1, 8), torch.arange(8, 24)
     texts = (first, second)
     items = [{"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(len(ids))} for ids in texts]
@@ -302,10 +290,6 @@ def _logits_agree(model: "PreTrainedModel", *, packing: bool) -> bool:
 
 def _mixes(kind: ModelClass, config: Any, kernel: str) -> bool:
     """Return True if a small model of this class mixes packed examples; False if that cannot be tried."""
-    import torch
-
-    from shardmake.data.dataset import Collator, check_isolation
-
     collator = Collator(sequence_length=16, pad_token_id=0, packing=True, flat=False)
 
     def mixes(model: "PreTrainedModel") -> bool:
@@ -322,8 +306,6 @@ def _mixes(kind: ModelClass, config: Any, kernel: str) -> bool:
 
 def _small_models(kind: ModelClass, config: Any, kernel: str) -> Iterator["PreTrainedModel"]:
     """Yield models of the class with random weights, the smallest first; none if no sizes suit the class."""
-    import torch
-
     for narrow in get_args(Narrow):
         try:
             small = type(config).from_dict(shrunk(config.to_dict(), narrow=narrow), name_or_path=config.name_or_path)
@@ -349,8 +331,6 @@ def _mergeable_targets(
     Layers with fewer rows or columns than the rank are left out, and names that PEFT refuses alone or takes for the
     experts' fused weights.
     """
-    import torch
-
     head = model.get_output_embeddings()
     layers = {
         name.rpartition(".")[2]: module
@@ -372,7 +352,6 @@ def _unmergeable(
 
     ``model`` stays as it is.
     """
-    import torch
     from peft import get_peft_model
     from peft.tuners.lora.layer import ParamWrapper
 

@@ -166,6 +166,14 @@ def test_a_tape_gives_the_events_of_other_sizes(rows: int, tracer: Any) -> None:
     assert found == [event[2] for event in shorter if event[0] == "alloc"]
 
 
+def test_what_a_model_makes_in_its_first_step_alone_is_not_in_a_tape(tracer: Any) -> None:
+    """CTRL converts its table of positions when it runs first, and keeps it."""
+    sizes = {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 128, "n_positions": 64}
+    case = scenario(model=from_config({"model_type": "ctrl", **sizes}), sequence_length=32, attention="eager")
+    first, second = tracer._steps(_request(case), [(1, 32)] * 2)
+    assert first == second
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_of_tokens_are_estimated(tied: bool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT copies the embedding and the head in each forward pass, and the gradient of the head's copy is as large."""
