@@ -6,7 +6,7 @@ from math import gcd
 from typing import Any, Literal
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
-_BY_LAYER = "per_layer_config"
+_BY_LAYER, _SHARED = "per_layer_config", "num_kv_shared_layers"  # the last layers use the keys of earlier ones
 _HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "linear_num_heads", "linear_num_key_heads",
     "linear_num_value_heads",
@@ -65,13 +65,16 @@ def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     count = config[name]
     lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == count}
     apart = {int(index): values for index, values in (config.get(_BY_LAYER) or {}).items()}
+    own = count - (config.get(_SHARED) or 0)
     kinds = [
-        (*(value[index] for value in lists.values() if isinstance(value[index], str)), str(apart.get(index)))
-        for index in range(count)
+        (*(value[n] for value in lists.values() if isinstance(value[n], str)), str(apart.get(n)), n < own)
+        for n in range(count)
     ]
     chosen = sorted({kinds.index(kind) for kind in kinds})
     chosen += [index for index in range(count) if index not in chosen][: max(0, _LAYERS_LEFT - len(chosen))]
     kept = {**config, **{key: [value[index] for index in chosen] for key, value in lists.items()}, name: len(chosen)}
+    if own < count:
+        kept[_SHARED] = sum(index >= own for index in chosen)
     if apart:
         kept[_BY_LAYER] = {str(new): apart[old] for new, old in enumerate(chosen) if old in apart}
     return kept

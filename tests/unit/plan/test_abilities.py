@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.core_model_loading import WeightConverter
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -483,6 +483,16 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert small["vocab_size"] == 64 and all(token < 64 for token in small["eos_token_id"])
     assert small["text"] == {"model_type": "part", "num_layers": 2, "num_heads": 1, "d_model": 64}
     assert shrunk(large, narrow="none")["hidden_size"] == 4096
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma3n_text"])
+def test_a_small_model_whose_last_layers_share_keys_runs(kind: str) -> None:
+    """Each kind of layer that shares keys needs one of its kind before it, as in E2B and E4B."""
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 4
+    large = AutoConfig.for_model(kind, num_hidden_layers=20, num_kv_shared_layers=10, layer_types=kinds)
+    small = type(large).from_dict(shrunk(large.to_dict(), narrow="all"))
+    assert (small.num_hidden_layers, small.num_kv_shared_layers) == (4, 2)
+    AutoModelForCausalLM.from_config(small)(torch.arange(8)[None])
 
 
 @pytest.mark.parametrize("kind", [*ROPE_INIT_FUNCTIONS, "default", "mrope"])

@@ -210,6 +210,7 @@ UPDATES: Final[tuple[type[Update], ...]] = (LoraUpdate, EmbeddingUpdate, DoraUpd
 """Every kind of update, recognised by the tensors that PEFT stores for a module."""
 _PARTS = "|".join(sorted({re.escape(part) for kind in UPDATES for part in kind.PARTS}))
 _PART = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})(?:\.(?!weight$)(?P<adapter>[^.]+))?(?:\.weight)?")
+_WITH_ITS_PROGRAM = "Merge it with the program that trained it; PEFT leaves out what it does not know."
 _OTHER_PART = re.compile(r".+\.(lora_|token_adapter\.(?!base_layer)).+")
 
 
@@ -252,7 +253,7 @@ def split(contents: Contents) -> Adapter:
         elif _OTHER_PART.fullmatch(plain):
             raise CheckpointError(
                 f"Cannot merge {contents.folder}. The tensor {name} belongs to an adapter type that is not "
-                f"supported. {WITH_PEFT}"
+                f"supported. {_WITH_ITS_PROGRAM}"
             )
         else:
             held, key = base, _BASE.sub(".", plain)
@@ -377,7 +378,8 @@ def _update(
     if kind is None or (issubclass(kind, DoraUpdate) != settings.use_dora and kind is not TokenUpdate):
         raise CheckpointError(
             f"Cannot merge the adapter: {module} has {', '.join(sorted(parts))}, with which no kind of adapter is "
-            f"complete{' with use_dora' * settings.use_dora}. Copy the adapter again. If it is complete: {WITH_PEFT}"
+            f"complete{' with use_dora' * settings.use_dora}. Copy the adapter again. If it is complete: "
+            f"{_WITH_ITS_PROGRAM}"
         )
     weight = stacked.get(module, ClassParameter(f"{module}.weight", (), settings.fan_in_fan_out))
     if kind is not LoraUpdate:
