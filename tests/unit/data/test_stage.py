@@ -383,7 +383,8 @@ def test_rows_with_nothing_to_learn_are_named(model: Path, tmp_path: Path, caplo
 
 _CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
 _SILENT: list[tuple[dict[str, Any], int]] = [
-    (talk("u:a", "a:"), 1), (talk("u:a", {"role": "assistant", "content": None, "tool_calls": []}), 1), (talk("u:a", "a: \n", "u:b", "a:c"), 1), ({"prompt": "a", "completion": ""}, 1),
+    (talk("u:a", "a:"), 1), (talk("u:a", {**_CALL, "tool_calls": []}), 1), (talk("u:a", "a: \n", "u:b", "a:c"), 1),
+    ({"prompt": "a", "completion": ""}, 1),
     ({"instruction": "a", "output": " "}, 1), ({"prompt": chat("u:a"), "completion": chat("a:")}, 1),
     (talk("u:", "a:b"), 0), (talk("u:a", _CALL), 0), (talk("u:a", {**_CALL, "tool_calls": [], "weight": 0}), 0),
     (talk("u:a", {"role": "assistant", "content": "", "reasoning_content": "c"}), 0), ({"text": ""}, 0),

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.core.errors import CheckpointError
 
@@ -24,6 +23,8 @@ def find_quantized(folder: Path) -> StoredTensor | None:
 
     Buffers may be integers. None for files of an older torch, which transformers reads.
     """
+    from shardmake.checkpoint.formats import huggingface  # with safetensors, which an estimate does not need
+
     try:
         held = huggingface.read(folder).tensors.values()
     except CheckpointError:
