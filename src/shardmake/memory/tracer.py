@@ -344,11 +344,11 @@ class Recorder(_DispatchMode):
             self.mark("backward block", index)
 
     def holds_some(self) -> bool:
-        """Return True if a storage that appeared in this events is still there."""
+        """Return True if a storage that appeared in these events is still there."""
         return any(number >= self._first for _, number in self._known.values())
 
     def known_id(self, tensor: torch.Tensor) -> int | None:
-        """Number of the storage of ``tensor`` where it appeared in this events."""
+        """Number of the storage of ``tensor`` where it appeared in these events."""
         found = self._known.get(private(tensor.untyped_storage()).cdata)
         return found[1] - self._first if found and found[1] >= self._first else None
 
